@@ -1,0 +1,59 @@
+// Loops over rows on the caller's OpenMP threads: torch's own pool, so torch.set_num_threads is followed.
+#pragma once
+
+#include <omp.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+
+namespace opmux {
+
+// Below this much memory traffic one thread is faster than waking a second one.
+constexpr int64_t kSerialBytes = 128 << 10;
+// Work is handed out in pieces of about this size: when another process holds a core, the thread on it delays one piece only.
+constexpr int64_t kChunkBytes = 64 << 10;
+// Above this the call is long enough for other Python threads to want the interpreter.
+constexpr int64_t kReleaseGilBytes = 4 << 20;
+
+// Lets other Python threads run for the duration of a long call. The loader sets the two functions
+// (PyEval_SaveThread, PyEval_RestoreThread); without them the object does nothing.
+class ReleaseGil {
+ public:
+  static inline void* (*save)() = nullptr;
+  static inline void (*restore)(void*) = nullptr;
+
+  explicit ReleaseGil(bool wanted) : state_(wanted && save ? save() : nullptr) {}
+  ~ReleaseGil() { if (state_) restore(state_); }
+  ReleaseGil(const ReleaseGil&) = delete;
+  ReleaseGil& operator=(const ReleaseGil&) = delete;
+
+ private:
+  void* state_;
+};
+
+// Calls body(begin, end) over [0, n), serially or from several threads. `bytes` is the memory one item touches (or an
+// equivalent amount of work).
+template <class Body>
+void parallel_for(int64_t n, int64_t bytes, const Body& body) {
+  if (n <= 0) return;
+  const int64_t total = n * std::max<int64_t>(bytes, 1);
+  const int threads = total < kSerialBytes || n == 1 || omp_in_parallel() ? 1 : omp_get_max_threads();
+  const ReleaseGil gil(total >= kReleaseGilBytes);
+  if (threads == 1) {
+    body(int64_t{0}, n);
+    return;
+  }
+  const int64_t even = (n + threads - 1) / threads;
+  const int64_t chunk = std::clamp<int64_t>(kChunkBytes / std::max<int64_t>(bytes, 1), 1, even);
+  const int team = static_cast<int>(std::min<int64_t>(threads, (n + chunk - 1) / chunk));
+  std::atomic<int64_t> next{0};
+#pragma omp parallel num_threads(team)
+  for (;;) {
+    const int64_t begin = next.fetch_add(chunk, std::memory_order_relaxed);
+    if (begin >= n) break;
+    body(begin, std::min(begin + chunk, n));
+  }
+}
+
+}  // namespace opmux
