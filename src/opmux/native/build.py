@@ -37,6 +37,9 @@ X86 = {
 VARIANTS = {"x86_64": X86, "AMD64": X86, "aarch64": {"neon": ["-march=armv8-a"]}, "arm64": {"neon": ["-march=armv8-a"]}}
 
 FASTCALL = "_fastcall.abi3.so"
+# The variant beyond v4 differs only where a file asks for one of these; other files share v4's object file.
+BEYOND_V4 = (b"__AVX512BF16__", b"__AVX512VNNI__", b"dpbf16")
+
 # A source may ask for flags of its own in a line that begins so.
 SOURCE_FLAGS = "// flags:"
 
@@ -118,6 +121,8 @@ def _build_variants(report: Report, compiler: list[str], package: Path, lib: Pat
     def compile_one(job: tuple[str, Path]) -> tuple[Path, str | None]:
         variant, source = job
         text = source.read_bytes()
+        if variant == "v4bf16" and not any(word in text + header_bytes for word in BEYOND_V4):
+            variant = "v4"
         own = [line[len(SOURCE_FLAGS) :].split() for line in text.decode().splitlines() if line.startswith(SOURCE_FLAGS)]
         flags = [*COMMON_FLAGS, *variants[variant], *sum(own, []), f"-I{package / 'native'}"]
         key = hashlib.sha256(repr((report.compiler_version, flags)).encode() + header_bytes + text).hexdigest()[:16]
@@ -131,8 +136,10 @@ def _build_variants(report: Report, compiler: list[str], package: Path, lib: Pat
         return target, error
 
     jobs = [(variant, source) for source in sources(package) for variant in variants]
+    # v4bf16 last: it finds v4's object files.
+    waves = [[job for job in jobs if job[0] != "v4bf16"], [job for job in jobs if job[0] == "v4bf16"]]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        results = dict(zip(jobs, pool.map(compile_one, jobs), strict=True))
+        results = {job: result for wave in waves for job, result in zip(wave, pool.map(compile_one, wave), strict=True)}
     for variant in variants:
         made = [result for (name, _), result in results.items() if name == variant]
         error = next((error for _, error in made if error), None)

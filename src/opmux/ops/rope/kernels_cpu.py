@@ -1,0 +1,132 @@
+"""The rotary embedding kernels of the compiled CPU library, for Python.
+
+All return new tensors. Arithmetic is fp32: ``(u, v) -> (u c - v s, v c + u s)`` for the pair (u, v) of a head. Two flags
+choose where values are rounded to the heads' dtype: ``round_table`` rounds cos and sin first; ``round_steps`` rounds each
+product and then the sum, which is what eager PyTorch computes; without them the result is rounded once.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from opmux.native import DTYPE_CODE, kernels
+from opmux.core.torch_library import opaque
+
+_NO_KEY = (None, 0, 0, None, 0)
+
+
+def _like_query_and_key(positions: Tensor, table: Tensor, query: Tensor, key: Tensor | None, *_: object) -> list[Tensor]:
+    return [t.new_empty(t.shape) for t in (query, key) if t is not None]
+
+
+@opaque(fake=_like_query_and_key)
+def rotary_embedding_cpu(
+    positions: Tensor, table: Tensor, query: Tensor, key: Tensor | None, rotary_dim: int, interleaved: bool,
+    round_table: bool, round_steps: bool,
+) -> list[Tensor]:  # fmt: skip
+    """Rotate the first ``rotary_dim`` features of every head by the angles of the token's position.
+
+    Args:
+        positions: [T], int64 or int32.
+        table: [P, rotary_dim], ``[cos | sin]``; fp32, bf16 or fp16.
+        query, key: [T, N, D], any strides; key may be None. Features beyond ``rotary_dim`` are copied bit for bit.
+        interleaved: pairs (2i, 2i + 1) (GPT-J) rather than (i, i + rotary_dim / 2) (NeoX).
+
+    Returns: [query] or [query, key], contiguous.
+    Raises: IndexError for a position outside the table.
+    """
+    if not positions.is_contiguous():
+        positions = positions.contiguous()
+    if table.stride(1) != 1:
+        table = table.contiguous()
+    query, *of_query = _heads(query)
+    out = [of_query.pop()]
+    of_key: tuple[object, ...] = _NO_KEY
+    if key is not None:
+        key, *of_key, out_key = _heads(key)  # type: ignore[assignment]
+        out.append(out_key)
+    bad = kernels.rotary_embedding(
+        DTYPE_CODE[query.dtype], rotary_dim, query.shape[2], DTYPE_CODE[table.dtype], interleaved, round_table, round_steps,
+        positions.data_ptr(), positions.dtype is torch.int32, positions.numel(),
+        table.data_ptr(), table.shape[0], table.stride(0), *of_query, *of_key,
+    )  # fmt: skip
+    if bad:
+        raise IndexError(
+            f"rotary_embedding: position {positions[bad - 1].item()} of token {bad - 1} is outside the table of "
+            f"{table.shape[0]} positions; build the op with a larger max_position_embeddings"
+        )
+    return out
+
+
+def _heads(x: Tensor) -> tuple[Tensor, int, int, int, int, int, Tensor]:
+    """(tensor to keep alive, its address, token stride, head stride, out's address, heads, out) for x [T, N, D]."""
+    token, head, feature = x.stride()
+    if feature != 1:
+        x = x.contiguous()
+        token, head, _ = x.stride()
+    out = torch.empty(x.shape, dtype=x.dtype)
+    return x, x.data_ptr(), token, head, out.data_ptr(), x.shape[1], out
+
+
+@opaque(fake=lambda x, *_: x.new_empty(x.shape))
+def apply_rotary_emb_cpu(
+    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, round_table: bool, round_steps: bool
+) -> Tensor:
+    """Rotate x [B, S, N, R] by cos and sin [S, R / 2] (one dtype: fp32, bf16 or fp16).
+
+    Returns: [B, S, N, R], contiguous.
+    """
+    if cos.stride() != sin.stride() or cos.stride(1) != 1:
+        cos, sin = cos.contiguous(), sin.contiguous()
+    if x.stride(3) != 1:
+        x = x.contiguous()
+    batches, tokens, heads, width = x.shape
+    out = torch.empty(x.shape, dtype=x.dtype)
+    batch, token, head, _ = x.stride()
+    kernels.rotary_cos_sin(
+        DTYPE_CODE[x.dtype], width, width, DTYPE_CODE[cos.dtype], interleaved, round_table, round_steps, batches, tokens,
+        cos.data_ptr(), sin.data_ptr(), 0, cos.stride(0), 0,
+        x.data_ptr(), batch, token, head, out.data_ptr(), tokens * heads * width, heads * width, width, heads,
+        None, 0, 0, 0, None, 0, 0, 0, 0,
+    )  # fmt: skip
+    return out
+
+
+@opaque(fake=lambda query, key, *_: (torch.empty_like(query), torch.empty_like(key)))
+def rotate_query_key_cpu(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, round_steps: bool
+) -> tuple[Tensor, Tensor]:
+    """transformers' ``apply_rotary_pos_emb``: ``q * cos + rotate_half(q) * sin``, for query and key in one call.
+
+    Args:
+        query: [B, N, S, D], key: [B, K, S, D], any strides.
+        cos, sin: [B or 1, S, R], R <= D even, any dtype of the three (the same for both). Features beyond R are copied.
+        round_steps: bit for bit what the eager body computes when cos and sin have query's dtype.
+
+    Returns: query and key rotated, in new tensors with the memory order of the inputs.
+    """
+    if cos.stride() != sin.stride() or cos.stride(2) != 1:
+        cos, sin = cos.contiguous(), sin.contiguous()
+    table_batches, tokens, rotary_dim = cos.shape
+    table_batch, table_token, _ = cos.stride()
+    if table_batches == 1:
+        table_batch = 0
+    if query.stride(3) != 1:
+        query = query.contiguous()
+    if key.stride(3) != 1:
+        key = key.contiguous()
+    rotated_query, rotated_key = torch.empty_like(query), torch.empty_like(key)
+    batches, heads, tokens, head_dim = query.shape
+    batch, head, token, _ = query.stride()
+    out_batch, out_head, out_token, _ = rotated_query.stride()
+    key_batch, key_head, key_token, _ = key.stride()
+    out_key_batch, out_key_head, out_key_token, _ = rotated_key.stride()
+    kernels.rotary_cos_sin(
+        DTYPE_CODE[query.dtype], rotary_dim, head_dim, DTYPE_CODE[cos.dtype], False, False, round_steps, batches, tokens,
+        cos.data_ptr(), sin.data_ptr(), table_batch, table_token, rotary_dim // 2,
+        query.data_ptr(), batch, token, head, rotated_query.data_ptr(), out_batch, out_token, out_head, heads,
+        key.data_ptr(), key_batch, key_token, key_head, rotated_key.data_ptr(), out_key_batch, out_key_token, out_key_head,
+        key.shape[1],
+    )  # fmt: skip
+    return rotated_query, rotated_key
