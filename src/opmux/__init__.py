@@ -1,0 +1,50 @@
+"""opmux: one op, every backend.
+
+The public names are imported when they are first used, so that ``import opmux`` loads no kernel and touches no device.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .core import registry as _registry
+
+if TYPE_CHECKING:
+    from .apply import apply, unapply
+    from .core.config import CompilationConfig, CompilationMode, use_config
+    from .core.custom_op import CustomOp, explain
+    from .core.registry import oot_scope
+    from .warmup import warm_up
+
+__version__ = "0.1.0"
+
+_registry.add_catalogue("opmux.ops")
+
+_HOMES = {
+    "CompilationConfig": "core.config",
+    "CompilationMode": "core.config",
+    "CustomOp": "core.custom_op",
+    "apply": "apply",
+    "explain": "core.custom_op",
+    "oot_scope": "core.registry",
+    "unapply": "apply",
+    "use_config": "core.config",
+    "warm_up": "warmup",
+}
+
+__all__ = ["__version__", "current_platform", *_HOMES]  # noqa: PLE0604  # strings, from the keys above
+
+
+def __getattr__(name: str) -> Any:
+    if name == "current_platform":  # asked anew each time: OPMUX_PLATFORM may have changed
+        return importlib.import_module("opmux.platforms").current().platform
+    if name not in _HOMES:
+        raise AttributeError(f"module 'opmux' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"opmux.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

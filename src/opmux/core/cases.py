@@ -1,0 +1,104 @@
+"""Named inputs of an op. One list feeds its tests, ``verify``, ``bench``, ``tune`` and its docs page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Makes a case's tensors: random ones from a seed, on one device, in one dtype."""
+
+    dtype: torch.dtype
+    device: str = "cpu"
+    seed: int = 0
+
+    def randn(self, *shape: int, scale: float = 1.0, shift: float = 0.0) -> Tensor:
+        """Normal values in the case's dtype. Drawn on the CPU, so that a seed means the same numbers everywhere."""
+        generator = torch.Generator().manual_seed(self.seed + sum(shape) + len(shape))
+        values = torch.randn(shape, generator=generator, dtype=torch.float32) * scale + shift
+        return values.to(device=self.device, dtype=self.dtype)
+
+    def integers(self, low: int, high: int, *shape: int) -> Tensor:
+        """Integers in ``[low, high)``."""
+        generator = torch.Generator().manual_seed(self.seed + sum(shape))
+        return torch.randint(low, high, shape, generator=generator).to(self.device)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One named input: how to build the op, and its arguments.
+
+    Attributes:
+        name: what reports call it.
+        init: constructor arguments.
+        args: makes the arguments of one call.
+        dims: the sizes that ``cost`` reads, by their letters (T tokens, H hidden, ...).
+        bench: worth timing (edges are not).
+        prepare: fills the op's parameters after construction.
+    """
+
+    name: str
+    init: dict[str, Any]
+    args: Callable[[Inputs], tuple[Any, ...]]
+    dims: dict[str, int] = field(default_factory=dict)
+    bench: bool = False
+    prepare: Callable[[Any, Inputs], None] | None = None
+
+    def build(self, cls: type, inputs: Inputs) -> Any:
+        """The op on the inputs' device, its floating parameters in the inputs' dtype."""
+        op = cls(**self.init).to(device=inputs.device)
+        for parameter in op.parameters():
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.to(inputs.dtype)
+        if self.prepare is not None:
+            self.prepare(op, inputs)
+        return op
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a case must move and compute at the least."""
+
+    size_bytes: int
+    flops: int = 0
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far a kernel may be from native in float64: units in the last place of the larger of the value and the scale.
+
+    ``scale`` is a fraction of the reference's root mean square, below which an error is measured against the scale: a
+    value that cancels to almost nothing has no digits left to compare.
+    """
+
+    ulp: float
+    scale: float = 0.0
+
+    def worst(self, out: Tensor, ref: Tensor) -> float:
+        """The worst error in ulp of ``out``'s dtype. NaN and infinity must stand where they stand in ``ref``."""
+        if out.numel() == 0:
+            return 0.0
+        ref = ref.double()
+        got = out.double()
+        rounded = ref.to(out.dtype).double()  # the reference may overflow in the narrower type
+        special = ~torch.isfinite(rounded)
+        same = torch.where(rounded.isnan(), got.isnan(), got == rounded)
+        if not bool((same | ~special).all()) or bool((~torch.isfinite(got) & ~special).any()):
+            return float("inf")
+        finite = ~special
+        if not bool(finite.any()):
+            return 0.0
+        ref, got = ref[finite], got[finite]
+        info = torch.finfo(out.dtype)
+        size = torch.maximum(ref.abs(), torch.full_like(ref, info.smallest_normal))
+        size = torch.maximum(size, self.scale * ref.square().mean().sqrt())
+        unit = torch.exp2(torch.floor(torch.log2(size))) * info.eps
+        return float(((got - ref).abs() / unit).max())

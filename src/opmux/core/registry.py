@@ -1,0 +1,304 @@
+"""The two registries: in-tree ops by registered name, out-of-tree (OOT) replacements by in-tree class name.
+
+``CustomOp.op_registry`` and ``CustomOp.op_registry_oot`` are the dictionaries of this module. Classes are told apart by
+their origin (module and qualified name), never by their bare ``__name__``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from . import heritage
+from .errors import RegistrationError, did_you_mean
+
+PLATFORM_METHODS = (
+    "forward_cpu",
+    "forward_cuda",
+    "forward_hip",
+    "forward_xpu",
+    "forward_tpu",
+    "forward_oot",
+)
+
+op_registry: dict[str, type] = {}
+op_registry_oot: dict[str, type] = {}
+
+
+@dataclass
+class _State:
+    """What the two public dictionaries do not say."""
+
+    replacements: dict[str, Replacement] = field(default_factory=dict)  # origin of the in-tree class -> replacement
+    pending: dict[str, type] = field(default_factory=dict)  # lazy=True: target name -> class that waits for it
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """An OOT class in force for one in-tree class."""
+
+    target: str
+    cls: type
+    serial: int
+    scope: Callable[[], bool] | None = None
+
+
+_state = _State()
+_serials = itertools.count(1)
+_catalogues: list[str] = []
+_loaded: set[str] = set()
+
+
+def next_serial() -> int:
+    """A number that orders registrations and constructions in time."""
+    return next(_serials)
+
+
+def origin(cls: type) -> str:
+    """Module and qualified name: what makes a class the same class after a module reload."""
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+# -- the catalogue ---------------------------------------------------------------------------------------------------
+
+
+def add_catalogue(module: str) -> None:
+    """Name a module whose ``load_all()`` registers ops. It is imported when a name is first looked up."""
+    if module not in _catalogues:
+        _catalogues.append(module)
+
+
+def load_catalogues() -> None:
+    """Import every op of every catalogue, then the plugins. Cheap after the first time."""
+    from .plugins import load_general_plugins
+
+    for module in _catalogues:
+        if module not in _loaded:
+            _loaded.add(module)
+            importlib.import_module(module).load_all()
+    load_general_plugins()
+
+
+def known_names() -> dict[str, str]:
+    """Every name a directive may use -> the registered name: registered names and their class names."""
+    load_catalogues()
+    names = {cls.__name__: name for name, cls in op_registry.items()}
+    names.update({name: name for name in op_registry})
+    return names
+
+
+def find(name: str) -> type:
+    """The in-tree class that goes by ``name`` (registered name or class name)."""
+    names = known_names()
+    if name not in names:
+        raise RegistrationError(f"There is no op {name!r}. {did_you_mean(name, names)}")
+    return op_registry[names[name]]
+
+
+# -- in-tree ---------------------------------------------------------------------------------------------------------
+
+
+def register(cls: type, name: str, base: type) -> type:
+    """Add ``cls`` to the in-tree registry under ``name`` (contract R2, R6)."""
+    if not isinstance(name, str) or not name.isidentifier() or name != name.lower():
+        raise RegistrationError(
+            f"An op is registered under a snake_case name; {name!r} is none. Write @CustomOp.register('my_op')."
+        )
+    if not (isinstance(cls, type) and issubclass(cls, base)):
+        raise RegistrationError(f"{cls!r} cannot be registered as {name!r}: it is not a subclass of {base.__name__}.")
+    taken = op_registry.get(name)
+    if taken is not None and origin(taken) != origin(cls):
+        raise RegistrationError(
+            f"The op name {name!r} is taken by {origin(taken)}; {origin(cls)} needs another name, or register_oot "
+            f"to replace {taken.__name__}."
+        )
+    for other in op_registry.values():
+        if other.__name__ == cls.__name__ and origin(other) != origin(cls):
+            raise RegistrationError(
+                f"{origin(cls)} cannot be registered: the class name {cls.__name__} belongs to {origin(other)}, and "
+                "directives and OOT registrations go by class name too. Rename the class."
+            )
+    check_signatures(cls)
+    op_registry[name] = cls
+    cls.name = name  # type: ignore[attr-defined]
+    for key in (name, cls.__name__):
+        if key in _state.pending:
+            waiting = _state.pending.pop(key)
+            op_registry_oot.pop(key, None)
+            _replace(cls, waiting, None)
+    return cls
+
+
+def registered_ancestor(cls: type) -> type | None:
+    """The nearest class in ``cls``'s ancestry (itself included) that is registered in-tree (contract R9)."""
+    origins = {origin(c): c for c in op_registry.values()}
+    for ancestor in cls.__mro__:
+        if origin(ancestor) in origins:
+            return ancestor
+    return None
+
+
+# -- out of tree -----------------------------------------------------------------------------------------------------
+
+
+def register_oot(
+    cls: type, target: str | type, *, lazy: bool = False, scope: Callable[[], bool] | None = None
+) -> type:
+    """Make ``cls`` the replacement of ``target``, an in-tree class, its name, or its registered name (R3-R6)."""
+    in_tree = target if isinstance(target, type) else _resolve(target, lazy)
+    if in_tree is None:
+        assert isinstance(target, str)
+        _state.pending[target] = cls
+        op_registry_oot[target] = cls
+        return cls
+    return _replace(in_tree, cls, scope)
+
+
+def replacement_of(cls: type) -> Replacement | None:
+    """The replacement in force for exactly this class, never for its subclasses (R7)."""
+    found = _state.replacements.get(origin(cls))
+    if found is None or (found.scope is not None and not found.scope()):
+        return None
+    return found
+
+
+def pending() -> dict[str, type]:
+    """Replacements registered with ``lazy=True`` whose target has not appeared."""
+    return dict(_state.pending)
+
+
+def is_replacement(cls: type) -> bool:
+    """Whether ``cls`` (or an ancestor) was registered out of tree."""
+    origins = {origin(r.cls) for r in _state.replacements.values()}
+    return any(origin(ancestor) in origins for ancestor in cls.__mro__)
+
+
+@contextlib.contextmanager
+def oot_scope() -> Iterator[None]:
+    """Undo, on exit, every registration made inside (contract R10)."""
+    saved = dict(op_registry), dict(op_registry_oot), dict(_state.replacements), dict(_state.pending)
+    try:
+        yield
+    finally:
+        for live, old in zip((op_registry, op_registry_oot, _state.replacements, _state.pending), saved, strict=True):
+            live.clear()
+            live.update(old)  # type: ignore[arg-type]
+        heritage.publish(_state.replacements)
+
+
+def _resolve(target: str, lazy: bool) -> type | None:
+    for name, cls in op_registry.items():
+        if target in (name, cls.__name__):
+            return cls
+    names = known_names()  # imports the catalogue only when the name is not there yet
+    if target in names:
+        return op_registry[names[target]]
+    if lazy:
+        return None
+    raise RegistrationError(
+        f"There is no op {target!r} to replace. {did_you_mean(target, names)} If its module is imported later, "
+        "pass lazy=True."
+    )
+
+
+def _replace(in_tree: type, cls: type, scope: Callable[[], bool] | None) -> type:
+    if not (isinstance(cls, type) and issubclass(cls, in_tree)):
+        raise RegistrationError(
+            f"{_describe(cls)} cannot replace {origin(in_tree)}: a replacement must be a subclass of the class that it "
+            f"replaces. Write class {getattr(cls, '__name__', 'MyOp')}({in_tree.__name__})."
+        )
+    if cls is in_tree:
+        raise RegistrationError(f"{origin(cls)} cannot replace itself.")
+    if registered_ancestor(in_tree) is not in_tree:
+        raise RegistrationError(
+            f"{origin(in_tree)} is not registered in-tree, so nothing can replace it. Register it first with "
+            "@CustomOp.register('name')."
+        )
+    taken = op_registry_oot.get(in_tree.__name__)
+    if taken is not None and origin(taken) != origin(cls):
+        raise RegistrationError(
+            f"{in_tree.__name__} already has the OOT replacement {origin(taken)}; {origin(cls)} was not registered. "
+            "Only one can be in force: uninstall one, or scope them with opmux.oot_scope()."
+        )
+    check_signatures(cls)
+    op_registry_oot[in_tree.__name__] = cls
+    _state.replacements[origin(in_tree)] = Replacement(in_tree.__name__, cls, next_serial(), scope)
+    heritage.publish(_state.replacements)
+    return cls
+
+
+def _describe(cls: Any) -> str:
+    return origin(cls) if isinstance(cls, type) else repr(cls)
+
+
+# -- signatures ------------------------------------------------------------------------------------------------------
+
+
+def check_signatures(cls: type) -> None:
+    """Every platform method takes what native takes, every override what it overrides (contract R6)."""
+    native = getattr(cls, "forward_native", None)
+    if native is not None and _is_implemented(cls, "forward_native"):
+        for method in PLATFORM_METHODS:
+            if _is_implemented(cls, method):
+                _require_accepts(cls, method, getattr(cls, method), "forward_native", native)
+    for method in ("forward_native", *PLATFORM_METHODS):
+        own = cls.__dict__.get(method)
+        if own is None:
+            continue
+        for ancestor in cls.__mro__[1:]:
+            if method in ancestor.__dict__ and _is_implemented(ancestor, method):
+                where = f"{ancestor.__qualname__}.{method}"
+                _require_accepts(cls, method, own, where, ancestor.__dict__[method])
+                break
+
+
+def _is_implemented(cls: type, method: str) -> bool:
+    return not getattr(getattr(cls, method, None), "__opmux_abstract__", method not in dir(cls))
+
+
+def _require_accepts(cls: type, name: str, method: Callable[..., Any], wanted_name: str, wanted: Any) -> None:
+    fault = _narrower(inspect.signature(method), inspect.signature(wanted))
+    if fault is not None:
+        raise RegistrationError(
+            f"{origin(cls)}.{name}{inspect.signature(method)} accepts less than {wanted_name}"
+            f"{inspect.signature(wanted)}: {fault}. Give it the same parameters."
+        )
+
+
+def _narrower(have: inspect.Signature, want: inspect.Signature) -> str | None:
+    """What ``want`` accepts and ``have`` does not, or None."""
+    kinds = inspect.Parameter
+    takes_args = any(p.kind is kinds.VAR_POSITIONAL for p in have.parameters.values())
+    takes_kwargs = any(p.kind is kinds.VAR_KEYWORD for p in have.parameters.values())
+    positional = [p for p in have.parameters.values() if p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)]
+    wanted = list(want.parameters.values())
+    for index, p in enumerate(wanted):
+        if p.kind is kinds.VAR_POSITIONAL:
+            if not takes_args:
+                return f"it has no *{p.name}"
+            continue
+        if p.kind is kinds.VAR_KEYWORD:
+            if not takes_kwargs:
+                return f"it has no **{p.name}"
+            continue
+        mine = have.parameters.get(p.name)
+        by_position = p.kind in (kinds.POSITIONAL_ONLY, kinds.POSITIONAL_OR_KEYWORD)
+        if by_position and not (index < len(positional) or takes_args):
+            return f"it takes {len(positional)} positional parameters, {p.name!r} is number {index + 1}"
+        if by_position and index < len(positional) and positional[index].name != p.name:
+            return f"parameter {index + 1} is called {positional[index].name!r}, not {p.name!r}"
+        if mine is None and not takes_kwargs and not (by_position and takes_args):
+            return f"parameter {p.name!r} is missing"
+        if mine is not None and p.default is not kinds.empty and mine.default is kinds.empty:
+            return f"parameter {p.name!r} has no default"
+    names = {p.name for p in wanted}
+    for p in have.parameters.values():
+        named = p.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)
+        if named and p.name not in names and p.default is kinds.empty:
+            return f"its extra parameter {p.name!r} has no default"
+    return None

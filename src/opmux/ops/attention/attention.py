@@ -1,0 +1,158 @@
+"""Scaled dot-product attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ...core.cases import FLOATS, Case, Cost, Tolerance
+from ...core.custom_op import CustomOp
+from ...core.lazy import lazy_module
+from ...core.requires import requires
+from . import kernels_cpu
+
+__all__ = ["Attention"]
+
+kernels_triton = lazy_module("opmux.ops.attention.kernels_triton")
+
+
+@CustomOp.register("attention")
+class Attention(CustomOp):
+    """``softmax(scale * q k^T + mask) v`` per head, grouped-query, causal or full.
+
+    Query head h reads key head ``h * K // N``. The queries are the last S of the L keys, so a prefill that continues a
+    cache and a decode step are the same call with L > S.
+
+    Shapes:  query [B, S, N, D]; key [B, L, K, D]; value [B, L, K, Dv] -> [B, S, N, Dv]. Any strides with the last dimension
+             dense: views of a cache are read in place. attn_mask [B or 1, 1 or N, S, >= L], boolean (True means attend) or floating
+             (added to the scores).
+    Dtypes:  fp32, fp16, bf16; scores, softmax and sums are fp32, rounded once. A floating mask has any of the three.
+    Mutates: nothing.      Grad: native only.
+    Rows without a visible key give zeros.
+    Errors:  ValueError for shapes that do not fit, heads that do not divide, or fewer keys than causal queries.
+    Source:  Vaswani et al. 2017, arXiv 1706.03762; Ainslie et al. 2023 (grouped-query), arXiv 2305.13245; the kernels use the
+             online softmax of Dao et al. 2022, arXiv 2205.14135.
+
+    Args:
+        num_heads: N.
+        head_size: D.
+        scale: None means ``D ** -0.5``.
+        num_kv_heads: K; None means N.
+        causal: a query sees the keys up to its own position.
+        sliding_window: with ``causal``, the number of keys that a query sees, itself included; None means all.
+        soft_cap: scores become ``cap * tanh(score / cap)`` before the mask.
+    """
+
+    tolerance = Tolerance(ulp=4.0, scale=1.0)
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float | None = None,
+        num_kv_heads: int | None = None,
+        *,
+        causal: bool = True,
+        sliding_window: int | None = None,
+        soft_cap: float | None = None,
+        enforce_enable: bool = False,
+    ) -> None:
+        super().__init__(enforce_enable=enforce_enable)
+        self.num_heads = num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
+            raise ValueError(f"{num_heads} query heads cannot share {self.num_kv_heads} key heads: the first must be a multiple.")
+        if sliding_window is not None and (sliding_window < 1 or not causal):
+            raise ValueError(f"sliding_window is {sliding_window}; it must be at least 1 and needs causal=True.")
+        self.head_size = head_size
+        self.scale = head_size**-0.5 if scale is None else scale
+        self.causal = causal
+        self.sliding_window = sliding_window
+        self.soft_cap = soft_cap or None
+
+    def forward_native(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        self._check(query, key, value, attn_mask)
+        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+        groups = self.num_heads // self.num_kv_heads
+        q = query.to(wide).transpose(1, 2)
+        k, v = (t.to(wide).transpose(1, 2).repeat_interleave(groups, dim=1) for t in (key, value))
+        scores = q @ k.transpose(-1, -2) * self.scale
+        if self.soft_cap is not None:
+            scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
+        visible = self._visible(query.shape[1], key.shape[1], query.device)
+        if attn_mask is not None:
+            attn_mask = attn_mask[..., : key.shape[1]]
+            if attn_mask.dtype == torch.bool:
+                visible = visible & attn_mask
+            else:
+                scores = scores + attn_mask.to(wide)
+        scores = scores.masked_fill(~visible, float("-inf"))
+        # A row without a visible key is 0/0 in a plain softmax.
+        weights = torch.softmax(scores, dim=-1).masked_fill((scores == float("-inf")).all(-1, keepdim=True), 0.0)
+        return (weights @ v).transpose(1, 2).to(query.dtype)
+
+    @requires(dtypes=FLOATS, native_library=True)
+    def forward_cpu(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        self._check(query, key, value, attn_mask)
+        return kernels_cpu.attention_cpu(
+            query, key, value, attn_mask, self.scale, self.causal, self.sliding_window or 0, self.soft_cap or 0.0
+        )
+
+    @requires(dtypes=FLOATS, triton=True)
+    def forward_cuda(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> Tensor:
+        self._check(query, key, value, attn_mask)
+        return kernels_triton.attention_triton(
+            query, key, value, attn_mask, self.scale, self.causal, self.sliding_window or 0, self.soft_cap or 0.0
+        )
+
+    forward_hip = forward_xpu = forward_cuda
+
+    def _visible(self, queries: int, keys: int, device: torch.device) -> Tensor:
+        if not self.causal:
+            return torch.ones(queries, keys, dtype=torch.bool, device=device)
+        at = torch.arange(keys - queries, keys, device=device).unsqueeze(1)
+        distance = at - torch.arange(keys, device=device)
+        visible = distance >= 0
+        return visible if self.sliding_window is None else visible & (distance < self.sliding_window)
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> None:
+        b, s, n, d = query.shape
+        bk, length, k, dk = key.shape
+        if (n, d, bk, k, dk) == (self.num_heads, self.head_size, b, self.num_kv_heads, d) and value.shape[:3] == key.shape[:3]:
+            if not self.causal or length >= s:
+                if attn_mask is None or (attn_mask.dim() == 4 and attn_mask.shape[-1] >= length):
+                    return
+        raise ValueError(
+            f"attention was built for {self.num_heads} query and {self.num_kv_heads} key heads of size {self.head_size}"
+            f"{' (causal: at least as many keys as queries)' if self.causal else ''}; it got query {tuple(query.shape)}, key "
+            f"{tuple(key.shape)}, value {tuple(value.shape)}, mask {None if attn_mask is None else tuple(attn_mask.shape)}."
+        )
+
+    def extra_repr(self) -> str:
+        return f"{self.num_heads} heads, {self.num_kv_heads} kv heads, size {self.head_size}, causal={self.causal}"
+
+    @classmethod
+    def cases(cls) -> Iterator[Case]:
+        # B, S, L, N, K, D
+        sizes = [(1, 512, 512, 9, 3, 64), (1, 1, 1024, 9, 3, 64), (1, 2048, 2048, 32, 8, 128), (8, 1, 4096, 32, 8, 128)]
+        edges = [(1, 0, 0, 2, 1, 64), (2, 5, 9, 4, 2, 32), (1, 7, 7, 3, 3, 72), (1, 3, 130, 2, 1, 80), (1, 17, 17, 2, 2, 256)]
+        for b, s, n_keys, n, k, d in [*sizes, *edges]:
+            for causal in (True, False):
+                yield Case(
+                    name=f"B={b} S={s} L={n_keys} N={n} K={k} D={d}{' causal' if causal else ''}",
+                    init={"num_heads": n, "head_size": d, "num_kv_heads": k, "causal": causal},
+                    args=lambda i, b=b, s=s, m=n_keys, n=n, k=k, d=d: (
+                        i.randn(b, s, n, d), i.randn(b, m, k, d, scale=0.9), i.randn(b, m, k, d, scale=1.1),
+                    ),
+                    dims={"B": b, "S": s, "L": n_keys, "N": n, "K": k, "D": d, "causal": int(causal)},
+                    bench=causal and (b, s, n_keys, n, k, d) in sizes,
+                )
+
+    @classmethod
+    def cost(cls, case: Case, dtype: torch.dtype) -> Cost:
+        c = case.dims
+        pairs = c["S"] * c["L"] - (c["S"] * (c["S"] - 1) // 2 if c["causal"] else 0)
+        moved = c["B"] * c["D"] * (2 * c["S"] * c["N"] + 2 * c["L"] * c["K"])
+        return Cost(size_bytes=moved * dtype.itemsize, flops=4 * c["B"] * c["N"] * pairs * c["D"])

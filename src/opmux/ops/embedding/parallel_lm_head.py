@@ -1,0 +1,74 @@
+"""The weight of the output projection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...core.cases import Case
+from ...core.custom_op import CustomOp
+from .vocab_parallel_embedding import VocabParallelEmbedding
+
+__all__ = ["ParallelLMHead"]
+
+
+@CustomOp.register("parallel_lm_head")
+class ParallelLMHead(VocabParallelEmbedding):
+    """Holds the output projection, laid out like the embedding so that the two can share one tensor.
+
+    It is not called: ``LogitsProcessor`` multiplies by its weight, and adds its bias when given as ``embedding_bias``.
+
+    Shapes:  weight [padded vocabulary, H]; bias [padded vocabulary].
+    Errors:  RuntimeError when called; ValueError from ``tie_weights`` if the two layouts differ.
+
+    Args:
+        num_embeddings, embedding_dim, params_dtype, org_num_embeddings, padding_size: as of ``VocabParallelEmbedding``.
+        bias: whether there is one.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        org_num_embeddings: int | None = None,
+        padding_size: int = 64,
+        *,
+        enforce_enable: bool = False,
+    ) -> None:
+        super().__init__(
+            num_embeddings, embedding_dim, params_dtype, org_num_embeddings, padding_size, enforce_enable=enforce_enable
+        )
+        rows = self.vocabulary.total_padded
+        self.bias = nn.Parameter(torch.zeros(rows, dtype=params_dtype)) if bias else None
+
+    def tie_weights(self, embedding: VocabParallelEmbedding) -> ParallelLMHead:
+        """Share the embedding's weight tensor."""
+        if embedding.vocabulary != self.vocabulary:
+            raise ValueError(
+                f"The head's vocabulary is laid out in {self.vocabulary.total_padded} rows and the embedding's in "
+                f"{embedding.vocabulary.total_padded} ({self.vocabulary} against {embedding.vocabulary}): give both the same "
+                "padding_size and org_num_embeddings."
+            )
+        self.weight = embedding.weight
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            "ParallelLMHead is not called: it holds the weight. Write LogitsProcessor(vocab_size)(lm_head, hidden_states)."
+        )
+
+    # The parent's methods are lookups, which this op has no use for.
+    def forward_native(self, input_ids: Tensor) -> Tensor:
+        return self(input_ids)  # type: ignore[no-any-return]
+
+    forward_cpu = forward_cuda = forward_hip = forward_xpu = CustomOp.forward_cpu
+
+    @classmethod
+    def cases(cls) -> Iterator[Case]:
+        """None: ``logits_processor`` has the cases of the product."""
+        return iter(())

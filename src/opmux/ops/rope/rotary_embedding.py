@@ -1,0 +1,151 @@
+"""Rotary position embedding of queries and keys from a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ...core.cases import FLOATS, Case, Cost, Inputs, Tolerance
+from ...core.custom_op import CustomOp
+from ...core.lazy import lazy_module
+from ...core.requires import requires
+from . import kernels_cpu
+from .rotate import rotate
+
+__all__ = ["RotaryEmbedding"]
+
+kernels_triton = lazy_module("opmux.ops.rope.kernels_triton")
+
+
+@CustomOp.register("rotary_embedding")
+class RotaryEmbedding(CustomOp):
+    """Rotates the first ``rotary_dim`` features of every head by an angle that grows with the token's position.
+
+    Pair i of R/2 has frequency ``base^(-2i/R)`` and angle ``position * frequency``; ``(u, v)`` becomes
+    ``(u cos - v sin, v cos + u sin)``. NeoX pairs feature i with i + R/2, GPT-J pairs 2i with 2i + 1.
+
+    Shapes:  positions [T] (or any shape of T entries); query [T, N*D] or [T, N, D]; key the same with its own heads, or
+             None -> (query, key) of the same shapes.
+    Dtypes:  fp32, fp16, bf16; table, products and sums are fp32, rounded once to the query's dtype. Features past
+             ``rotary_dim`` pass through bit for bit.
+    State:   ``cos_sin_cache`` [P, R] fp32, cosines then sines; casting the module leaves it in fp32.
+    Mutates: nothing.      Grad: native only.
+    Errors:  IndexError for a position outside the table; ValueError for an odd ``rotary_dim`` or one past the head.
+             On GPUs the check costs no synchronisation: rows of such positions become NaN.
+    Source:  Su et al. 2021, arXiv 2104.09864; used by Llama, GPT-NeoX (NeoX pairing), GPT-J (GPT-J pairing).
+
+    Args:
+        head_size: D.
+        rotary_dim: R, even, at most D.
+        max_position_embeddings: P, rows of the table.
+        base: of the frequencies.
+        is_neox_style: the pairing.
+        dtype: accepted for the order of the parameters; the table is always fp32.
+        init_cache: build the table now; without it a subclass or a caller sets ``cos_sin_cache``.
+    """
+
+    tolerance = Tolerance(ulp=1.0, scale=1.0)
+    lead = 1
+
+    def __init__(
+        self,
+        head_size: int,
+        rotary_dim: int,
+        max_position_embeddings: int,
+        base: float,
+        is_neox_style: bool,
+        dtype: torch.dtype | None = None,
+        init_cache: bool = True,
+        *,
+        enforce_enable: bool = False,
+    ) -> None:
+        super().__init__(enforce_enable=enforce_enable)
+        if rotary_dim % 2 or not 0 <= rotary_dim <= head_size:
+            raise ValueError(f"rotary_dim is {rotary_dim}; it must be even and lie in 0..{head_size} (head_size).")
+        self.head_size = head_size
+        self.rotary_dim = rotary_dim
+        self.max_position_embeddings = max_position_embeddings
+        self.base = base
+        self.is_neox_style = is_neox_style
+        self.register_buffer("cos_sin_cache", self._cos_sin_cache() if init_cache else None, persistent=False)
+
+    def _inverse_frequencies(self) -> Tensor:
+        exponents = torch.arange(0, self.rotary_dim, 2, dtype=torch.float32) / max(self.rotary_dim, 1)
+        return 1.0 / self.base**exponents
+
+    def _cos_sin_cache(self) -> Tensor:
+        positions = torch.arange(self.max_position_embeddings, dtype=torch.float32)
+        angles = torch.outer(positions, self._inverse_frequencies())
+        return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
+        # .half() and .to(bfloat16) would keep 769 distinct positions of 4096: the table moves, but stays fp32.
+        table = self.cos_sin_cache
+        super()._apply(fn, recurse)
+        if table is not None and self.cos_sin_cache.dtype != table.dtype:
+            self.cos_sin_cache = table.to(self.cos_sin_cache.device)
+        return self
+
+    def forward_native(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        flat = positions.flatten()
+        rows = self.cos_sin_cache[self._checked(flat)]
+        if query.dtype == torch.float64:
+            rows = rows.double()
+        cos, sin = rows.unsqueeze(1).chunk(2, -1)
+
+        def turn(x: Tensor) -> Tensor:
+            heads = x.reshape(flat.numel(), x.numel() // (flat.numel() * self.head_size or 1), self.head_size)
+            turned = rotate(heads[..., : self.rotary_dim], cos, sin, self.is_neox_style)
+            return torch.cat((turned, heads[..., self.rotary_dim :]), dim=-1).reshape(x.shape)
+
+        return turn(query), None if key is None else turn(key)
+
+    @requires(dtypes=FLOATS, native_library=True)
+    def forward_cpu(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        return kernels_cpu.rotary_embedding(
+            positions, query, key, self.head_size, self.cos_sin_cache, self.is_neox_style
+        )
+
+    @requires(dtypes=FLOATS, triton=True)
+    def forward_cuda(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        return kernels_triton.rotary_embedding(
+            positions, query, key, self.head_size, self.cos_sin_cache, self.is_neox_style
+        )
+
+    forward_hip = forward_xpu = forward_cuda
+
+    def _checked(self, positions: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() or positions.is_meta or positions.numel() == 0:
+            return positions  # indexing checks the bound by itself
+        low, high = (int(v) for v in positions.aminmax())
+        if low < 0 or high >= self.cos_sin_cache.shape[0]:
+            raise IndexError(
+                f"position {low if low < 0 else high} is outside the table of {self.cos_sin_cache.shape[0]} positions. Build "
+                "the op with a larger max_position_embeddings."
+            )
+        return positions
+
+    def extra_repr(self) -> str:
+        return f"{self.head_size}, rotary_dim={self.rotary_dim}, base={self.base}, neox={self.is_neox_style}"
+
+    @classmethod
+    def cases(cls) -> Iterator[Case]:
+        sizes = [(t, 32, 8, 128, 128, True) for t in (1, 64, 1024, 16384)] + [(t, 9, 3, 64, 64, True) for t in (1, 512)]
+        edges = [(0, 2, 1, 64, 64, True), (5, 3, 1, 80, 32, True), (5, 3, 1, 256, 64, False), (7, 1, 1, 6, 2, False)]
+        for t, n, k, d, r, neox in [*sizes, *edges]:
+            yield Case(
+                name=f"T={t} {n}+{k} heads x{d} R={r} {'neox' if neox else 'gptj'}",
+                init={
+                    "head_size": d, "rotary_dim": r, "max_position_embeddings": 4096, "base": 10000.0, "is_neox_style": neox,
+                },
+                args=lambda i, t=t, n=n, k=k, d=d: (i.integers(0, 4096, t), i.randn(t, n * d), i.randn(t, k * d)),
+                dims={"T": t, "heads": n + k, "D": d, "R": r},
+                bench=(t, n, k, d, r, neox) in sizes,
+            )
+
+    @classmethod
+    def cost(cls, case: Case, dtype: torch.dtype) -> Cost:
+        d = case.dims
+        return Cost(size_bytes=d["T"] * (2 * d["heads"] * d["D"] * dtype.itemsize + d["R"] * 4 + 8))

@@ -1,0 +1,138 @@
+"""Which platform this process is on, and what a decision may know about it (contract P1-P3)."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from ..core.decide import Facts
+from ..core.errors import HardwareMissingError, PlatformError, did_you_mean
+from ..core.plugins import PLATFORM_GROUP, load_group
+from .cpu import CpuPlatform
+from .cuda import CudaPlatform
+from .interface import Platform, triton_interprets
+from .rocm import RocmPlatform
+from .tpu import TpuPlatform
+from .xpu import XpuPlatform
+
+VARIABLE = "OPMUX_PLATFORM"
+
+BUILT_IN: tuple[type[Platform], ...] = (CudaPlatform, RocmPlatform, XpuPlatform, TpuPlatform, CpuPlatform)
+
+
+class OotPlatform(Platform):
+    """Stands for a vendor's platform where none is installed: ``OPMUX_PLATFORM=oot`` shows what would be decided."""
+
+    name = "oot"
+    device_type = "privateuseone"
+
+    @classmethod
+    def detect(cls) -> str | None:
+        return None
+
+
+@dataclass(frozen=True)
+class Current:
+    """The platform of this process, how it was found, and whether its hardware is there."""
+
+    platform: type[Platform]
+    how: str
+    present: bool
+
+
+_current: tuple[str | None, Current] | None = None
+_vendors: dict[str, type[Platform]] | None = None
+
+
+def current() -> Current:
+    """The current platform, detected when first asked for; ``OPMUX_PLATFORM`` forces one."""
+    global _current
+    forced = os.environ.get(VARIABLE) or None
+    if _current is None or _current[0] != forced:
+        _current = forced, _force(forced) if forced else _detect()
+    return _current[1]
+
+
+def by_name(name: str) -> type[Platform]:
+    """The platform that goes by ``name``."""
+    known = {p.name: p for p in (*BUILT_IN, OotPlatform)} | vendors()
+    if name not in known:
+        raise PlatformError(f"There is no platform {name!r}. {did_you_mean(name, known)}")
+    return known[name]
+
+
+def vendors() -> dict[str, type[Platform]]:
+    """The platforms that plugins brought, by name."""
+    global _vendors
+    if _vendors is None:
+        _vendors = {}
+        for plugin, platform in load_group(PLATFORM_GROUP):
+            if platform is None:
+                continue
+            if not (isinstance(platform, type) and issubclass(platform, Platform)):
+                raise PlatformError(
+                    f"The platform plugin {plugin!r} returned {platform!r}; it must return a subclass of "
+                    "opmux.platforms.Platform, or None where its hardware is not there."
+                )
+            _vendors[platform.name] = platform
+    return _vendors
+
+
+def facts_for(device: torch.device | None, dtype: torch.dtype | None, shape: tuple[int, ...] | None) -> Facts:
+    """Facts for tensors on ``device`` (None: the current platform). Dispatch follows the tensors (contract D4)."""
+    here = current()
+    if device is not None and device.type == "meta":
+        return Facts("meta", "meta", "meta", dtype, shape)
+    # A platform forced without its hardware decides for CPU tensors too: there are no other ones to show it with.
+    if device is None or device.type == here.platform.device_type or (not here.present and device.type == "cpu"):
+        return here.platform.facts(device, dtype, shape, here.present)
+    for platform in (*vendors().values(), *BUILT_IN):
+        if platform.device_type == device.type and platform.detect() is not None:
+            return platform.facts(device, dtype, shape, True)
+    return Facts(device.type, "oot", device.type, dtype, shape)
+
+
+def facts_of_platform(name: str | None, dtype: torch.dtype | None, shape: tuple[int, ...] | None) -> Facts:
+    """Facts of a platform by name, with or without its hardware; None: the current platform."""
+    if name is None:
+        return facts_for(None, dtype, shape)
+    platform = by_name(name)
+    present = platform.detect() is not None
+    return platform.facts(None, dtype, shape, present)
+
+
+def require_hardware(method: str, device_type: str) -> None:
+    """Raise if a GPU kernel is about to get tensors that it cannot read."""
+    if device_type in ("cuda", "xpu") or triton_interprets():
+        return
+    here = current()
+    forced = f"{VARIABLE}={os.environ[VARIABLE]} is set, but " if os.environ.get(VARIABLE) else ""
+    raise HardwareMissingError(
+        f"{method} was decided for platform {here.platform.name!r} and got tensors on {device_type!r}: {forced}this process "
+        f"has no such hardware. Unset {VARIABLE}, move the tensors to the device, or set TRITON_INTERPRET=1 before "
+        "Triton is imported to run its kernels in the interpreter."
+    )
+
+
+def _force(name: str) -> Current:
+    platform = by_name(name)
+    return Current(platform, f"{VARIABLE}={name}", platform.detect() is not None)
+
+
+def _detect() -> Current:
+    claims = [(p, how) for p in vendors().values() if (how := p.detect()) is not None]
+    if len(claims) > 1:
+        names = " and ".join(repr(p.name) for p, _ in claims)
+        raise PlatformError(
+            f"The platform plugins {names} both claim this machine. Set {VARIABLE} to the one to use, or name the plugins "
+            "to load in OPMUX_PLUGINS."
+        )
+    if claims:
+        return Current(*claims[0], present=True)
+    for platform in BUILT_IN:
+        how = platform.detect()
+        if how is not None:
+            return Current(platform, how, True)
+    raise PlatformError("No platform was found, not even a CPU.")
