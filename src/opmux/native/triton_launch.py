@@ -121,30 +121,3 @@ def next_power_of_2(n: int) -> int:
     """The least power of two that is at least ``n``, and at least 1."""
     return 1 << (n - 1).bit_length() if n > 1 else 1
 
-
-def rows(x: Tensor) -> tuple[Tensor, int, int]:
-    """``x`` [..., H] as rows of H contiguous elements: ``(tensor, number of rows, row stride)``.
-
-    The tensor is ``x`` itself where one stride reaches every row, else a contiguous copy.
-    """
-    width = x.shape[-1]
-    if not x.is_contiguous():
-        layout = _one_row_stride(x)
-        if layout is not None:
-            return x, *layout
-        x = x.contiguous()
-    return x, (x.numel() // width if width else 0), width
-
-
-def _one_row_stride(x: Tensor) -> tuple[int, int] | None:
-    if x.stride(-1) != 1:
-        return None
-    count, stride = 1, x.shape[-1]
-    for size, step in zip(reversed(x.shape[:-1]), reversed(x.stride()[:-1]), strict=True):
-        if size != 1:
-            if count == 1:
-                stride = step
-            elif step != stride * count:
-                return None
-            count *= size
-    return count, stride

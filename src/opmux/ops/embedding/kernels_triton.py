@@ -1,0 +1,71 @@
+"""Triton kernel of the embedding gather: ids of any integer dtype, 64-bit offsets, a new output."""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from ...core.torch_library import opaque
+from ...native.layout import as_rows
+from ...native.triton_launch import kernel, next_power_of_2
+
+
+@kernel(loose=("ids_ptr",), multiples=("table_stride", "width"))
+def _embedding_kernel(
+    table_ptr, y_ptr, ids_ptr, table_stride: tl.int64, width: tl.int64,
+    first: tl.int64, last: tl.int64, added_first: tl.int64, added_last: tl.int64, added_row: tl.int64,
+    blocks_per_row: tl.int32,
+    BLOCK: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    row = (program // blocks_per_row).to(tl.int64)
+    cols = (program % blocks_per_row) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols >= 0 if EVEN else cols < width
+    token = tl.load(ids_ptr + row).to(tl.int64)
+    is_base = (token >= first) & (token < last)
+    is_added = (token >= added_first) & (token < added_last)
+    source = tl.where(is_base, token - first, token - added_first + added_row)
+    values = tl.load(table_ptr + source * table_stride + cols, mask=mask & (is_base | is_added), other=0.0)
+    tl.store(y_ptr + row * width + cols, values, mask=mask)
+
+
+def tile(width: int) -> tuple[int, int]:
+    """``(block, warps)`` for rows of ``width`` elements."""
+    block = min(4096, next_power_of_2(width))
+    return block, max(1, min(8, block // 512))
+
+
+def launch(
+    ids: Tensor,
+    table: Tensor,
+    first: int,
+    last: int,
+    added_first: int,
+    added_last: int,
+    added_row: int,
+    config: tuple[int, int] | None = None,
+) -> Tensor:
+    """``embedding_triton`` with a block and a number of warps other than ``tile``'s."""
+    y = torch.empty((*ids.shape, table.shape[-1]), dtype=table.dtype, device=table.device)
+    if y.numel() == 0:
+        return y
+    ids = ids.contiguous()
+    table, _, width, table_stride = as_rows(table)
+    block, warps = config or tile(width)
+    per_row = -(-width // block)
+    scalars = (table_stride, width, first, last, added_first, added_last, added_row, per_row)
+    _embedding_kernel((ids.numel() * per_row, 1, 1), (table, y, ids), scalars, (block, width % block == 0), warps)
+    return y
+
+
+@opaque(fake=lambda ids, table, *_: torch.empty((*ids.shape, table.shape[-1]), dtype=table.dtype, device=table.device))
+def embedding_triton(
+    ids: Tensor, table: Tensor, first: int, last: int, added_first: int = 0, added_last: int = 0, added_row: int = 0
+) -> Tensor:
+    """Rows of ``table`` [V, H] for ids of any shape -> [*ids.shape, H]; bit-identical copies.
+
+    Ids in ``first .. last-1`` name the rows from 0 on, ids in ``added_first .. added_last-1`` the rows from ``added_row`` on
+    (the two parts of a shard of a vocabulary). Every other id, negative ones too, gives a row of zeros and reads nothing.
+    """
+    return launch(ids, table, first, last, added_first, added_last, added_row)

@@ -1,0 +1,84 @@
+"""Triton kernel of the logits' soft cap and scale: one pass, fp32 inside, padding columns left behind, a new output."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...core.torch_library import opaque
+from ...native.layout import as_rows
+from ...native.triton_launch import kernel
+
+_BLOCK, _WARPS = 2048, 4
+
+
+@triton.jit
+def tanh(x):
+    """fp32 tanh from exp, which every back end and the interpreter have; below 0.3 a series, where 1 - 2/(e+1) cancels."""
+    square = x * x
+    series = x * (
+        1.0
+        + square
+        * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835 + square * (-1382.0 / 155925)))))
+    )
+    # exp overflows to infinity for large x, and 2/inf is 0.
+    return tl.where(tl.abs(x) < 0.3, series, 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0))
+
+
+@kernel(multiples=("x_stride", "width"))
+def _softcap_scale_kernel(
+    x_ptr, y_ptr, x_stride: tl.int64, width: tl.int64, blocks_per_row: tl.int32, cap: tl.float32, scale: tl.float32,
+    BLOCK: tl.constexpr, HAS_CAP: tl.constexpr, SCALE_FIRST: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    row = (program // blocks_per_row).to(tl.int64)
+    cols = (program % blocks_per_row) * BLOCK + tl.arange(0, BLOCK)
+    mask = cols < width
+    x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
+    if SCALE_FIRST:
+        x = x * scale
+    if HAS_CAP:
+        x = cap * tanh(x / cap)
+    if not SCALE_FIRST:
+        x = x * scale
+    tl.store(y_ptr + row * width + cols, x.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def launch(
+    x: Tensor,
+    width: int,
+    soft_cap: float | None,
+    scale: float,
+    scale_first: bool,
+    dtype: torch.dtype | None,
+    config: tuple[int, int] = (_BLOCK, _WARPS),
+) -> Tensor:
+    """``softcap_scale_triton`` with another block and another number of warps."""
+    y = torch.empty((*x.shape[:-1], width), dtype=dtype or x.dtype, device=x.device)
+    x, n_rows, _, x_stride = as_rows(x)
+    if n_rows == 0 or width == 0:
+        return y
+    block, warps = config
+    per_row = -(-width // block)
+    scalars = (x_stride, width, per_row, soft_cap or 1.0, scale)
+    _softcap_scale_kernel((n_rows * per_row, 1, 1), (x, y), scalars, (block, bool(soft_cap), scale_first), warps)
+    return y
+
+
+def _fake(x: Tensor, width: int, soft_cap: float | None, scale: float, scale_first: bool, dtype: torch.dtype | None) -> Tensor:
+    return torch.empty((*x.shape[:-1], width), dtype=dtype or x.dtype, device=x.device)
+
+
+@opaque(fake=_fake)
+def softcap_scale_triton(
+    x: Tensor, width: int, soft_cap: float | None, scale: float, scale_first: bool, dtype: torch.dtype | None
+) -> Tensor:
+    """The first ``width`` columns of x [..., V], capped (``c * tanh(x / c)``) and scaled, -> [..., width], contiguous.
+
+    Casts:   fp32, rounded once to ``dtype`` (None: x's).
+    Order:   cap, then scale (vLLM's LogitsProcessor); with ``scale_first`` the other way round. A cap of None or 0 is no cap.
+    Mutates: nothing.
+    """
+    return launch(x, width, soft_cap, scale, scale_first, dtype)
