@@ -73,32 +73,39 @@ class Cost:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far a kernel may be from native in float64: units in the last place of the larger of the value and the scale.
+    """How far a kernel may be from native in float64, in units in the last place (ulp) of the output's dtype.
 
-    ``scale`` is a fraction of the reference's root mean square, below which an error is measured against the scale: a
-    value that cancels to almost nothing has no digits left to compare.
+    Attributes:
+        ulp: for fp16 and bf16, whose rounding hides the fp32 arithmetic behind it.
+        fp32: for fp32, where the arithmetic's own error shows: it grows with the length of a sum.
+        scale: a fraction of the reference's root mean square. A smaller value's error is measured in ulp of that scale: what
+            cancelled to almost nothing has no digits left to compare.
     """
 
     ulp: float
+    fp32: float
     scale: float = 0.0
 
+    def bound(self, dtype: torch.dtype) -> float:
+        """The bound for an output of this dtype."""
+        return self.fp32 if dtype == torch.float32 else self.ulp
+
     def worst(self, out: Tensor, ref: Tensor) -> float:
-        """The worst error in ulp of ``out``'s dtype. NaN and infinity must stand where they stand in ``ref``."""
+        """The worst error in ulp. NaN and infinity must stand where they stand in ``ref``, or the error is infinite."""
+        if out.shape != ref.shape:
+            return float("inf")
         if out.numel() == 0:
             return 0.0
-        ref = ref.double()
-        got = out.double()
-        rounded = ref.to(out.dtype).double()  # the reference may overflow in the narrower type
-        special = ~torch.isfinite(rounded)
+        ref, got = ref.double(), out.double()
+        rounded = ref.to(out.dtype).double()  # the reference may overflow in the narrower dtype
+        finite = torch.isfinite(rounded)
         same = torch.where(rounded.isnan(), got.isnan(), got == rounded)
-        if not bool((same | ~special).all()) or bool((~torch.isfinite(got) & ~special).any()):
+        if not bool(torch.where(finite, torch.isfinite(got), same).all()):
             return float("inf")
-        finite = ~special
-        if not bool(finite.any()):
-            return 0.0
         ref, got = ref[finite], got[finite]
+        if ref.numel() == 0:
+            return 0.0
         info = torch.finfo(out.dtype)
-        size = torch.maximum(ref.abs(), torch.full_like(ref, info.smallest_normal))
-        size = torch.maximum(size, self.scale * ref.square().mean().sqrt())
-        unit = torch.exp2(torch.floor(torch.log2(size))) * info.eps
+        floor = max(info.smallest_normal, self.scale * float(ref.square().mean().sqrt()))
+        unit = torch.exp2(torch.floor(torch.log2(ref.abs().clamp(min=floor)))) * info.eps
         return float(((got - ref).abs() / unit).max())

@@ -47,19 +47,6 @@ struct XIelu {
   }
 };
 
-// Calls body(row, first column, columns) for pieces of a [rows, width] problem, so that one long row has several.
-template <class Body>
-void parallel_pieces(int64_t rows, int64_t width, int64_t element_bytes, const Body& body) {
-  constexpr int64_t kPiece = 4096;
-  const int64_t pieces = (width + kPiece - 1) / kPiece;
-  parallel_for(rows * pieces, std::min(width, kPiece) * element_bytes, [&](int64_t begin, int64_t end) {
-    for (int64_t k = begin; k < end; ++k) {
-      const int64_t first = k % pieces * kPiece;
-      body(k / pieces, first, std::min(kPiece, width - first));
-    }
-  });
-}
-
 // Computing one element takes about as long as moving this many bytes.
 constexpr int64_t kComputeBytes = 4;
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from opmux.core.torch_library import opaque
 from opmux.native import DTYPE_CODE, kernels
-from opmux.native.layout import as_rows
+from opmux.native.layout import as_rows, new_like
 
 GATED = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "fatrelu": 3}
 ELEMENTWISE = {"gelu_tanh": 0, "quick_gelu": 1, "relu2": 2, "xielu": 3}
@@ -31,23 +30,33 @@ def act_and_mul_cpu(x: Tensor, kind: str, threshold: float, round_gate: bool, ga
     """
     rows, count, width, stride = as_rows(x)
     width //= 2
-    out = torch.empty((*x.shape[:-1], width), dtype=x.dtype)
+    out = new_like(x, width)
     first = rows.data_ptr()
     second = first + width * x.itemsize
     if gate_second:
         first, second = second, first
     kernels.gated_activation(
-        first, stride, second, stride, out.data_ptr(), count, width, DTYPE_CODE[x.dtype], GATED[kind], threshold, round_gate
+        first,
+        stride,
+        second,
+        stride,
+        out.data_ptr(),
+        count,
+        width,
+        DTYPE_CODE[x.dtype],
+        GATED[kind],
+        threshold,
+        round_gate,
     )
     return out
 
 
 @opaque(fake=lambda gate, *_: gate.new_empty(gate.shape))
 def act_mul_cpu(gate: Tensor, up: Tensor, kind: str, threshold: float, round_gate: bool) -> Tensor:
-    """``activation(gate) * up`` for two tensors [..., d] of one shape and dtype; arguments as of :func:`act_and_mul_cpu`."""
+    """``activation(gate) * up``, both [..., d] of one dtype; other arguments as of :func:`act_and_mul_cpu`."""
     gate_rows, count, width, gate_stride = as_rows(gate)
     up_rows, _, _, up_stride = as_rows(up)
-    out = torch.empty(gate.shape, dtype=gate.dtype)
+    out = new_like(gate)
     kernels.gated_activation(
         gate_rows.data_ptr(), gate_stride, up_rows.data_ptr(), up_stride, out.data_ptr(), count, width,
         DTYPE_CODE[gate.dtype], GATED[kind], threshold, round_gate,
@@ -61,7 +70,7 @@ def activation_cpu(x: Tensor, kind: str, parameters: list[float]) -> Tensor:
 
     ``parameters`` are (alpha_p, alpha_n, beta, eps) for xielu and empty for the others.
     """
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = new_like(x)
     if x.is_contiguous():
         rows, stride, count, width = x, 0, 1, x.numel()
     else:
@@ -76,12 +85,12 @@ def activation_cpu(x: Tensor, kind: str, parameters: list[float]) -> Tensor:
 
 @opaque(fake=_half)
 def swigluoai_and_mul_cpu(x: Tensor, alpha: float, limit: float) -> Tensor:
-    """``(clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g)``, ``g = min(gate, limit)``; gate and up alternate in x.
+    """``(clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g)``, ``g = min(gate, limit)``; they alternate in x.
 
     x: [..., 2d] -> [..., d].
     """
     rows, count, width, stride = as_rows(x)
-    out = torch.empty((*x.shape[:-1], width // 2), dtype=x.dtype)
+    out = new_like(x, width // 2)
     kernels.swigluoai_and_mul(
         rows.data_ptr(), stride, out.data_ptr(), count, width // 2, DTYPE_CODE[x.dtype], alpha, limit
     )
@@ -96,7 +105,7 @@ def gelu_and_mul_sparse_cpu(x: Tensor, multiplier: float, by_tanh: bool) -> Tens
     """
     rows, count, width, stride = as_rows(x)
     width //= 2
-    out = torch.empty((*x.shape[:-1], width), dtype=x.dtype)
+    out = new_like(x, width)
     gate = rows.data_ptr()
     kernels.gelu_and_mul_sparse(
         gate, stride, gate + width * x.itemsize, stride, out.data_ptr(), count, width, DTYPE_CODE[x.dtype],

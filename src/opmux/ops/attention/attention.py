@@ -45,7 +45,7 @@ class Attention(CustomOp):
         soft_cap: scores become ``cap * tanh(score / cap)`` before the mask.
     """
 
-    tolerance = Tolerance(ulp=4.0, scale=1.0)
+    tolerance = Tolerance(ulp=2.0, fp32=64.0, scale=1.0)
 
     def __init__(
         self,

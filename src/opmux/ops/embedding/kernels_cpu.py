@@ -30,7 +30,7 @@ def embedding_cpu(ids: Tensor, table: Tensor, first_id: int, zero_missing: bool)
     if table.stride(1) != 1:
         table = table.contiguous()
     rows, width = table.shape
-    out = torch.empty((*ids.shape, width), dtype=table.dtype)
+    out = table.new_empty((*ids.shape, width))
     size = table.itemsize
     bad = kernels.gather_rows(
         ids.data_ptr(), ids.dtype is torch.int32, ids.numel(), table.data_ptr(), table.stride(0) * size, first_id, rows,
@@ -38,6 +38,7 @@ def embedding_cpu(ids: Tensor, table: Tensor, first_id: int, zero_missing: bool)
     )  # fmt: skip
     if bad:
         raise IndexError(
-            f"embedding: id {ids.flatten()[bad - 1].item()} is outside the table's ids {first_id} to {first_id + rows - 1}"
+            f"embedding: id {ids.flatten()[bad - 1].item()} is outside the table, which holds the ids "
+            f"{first_id} to {first_id + rows - 1}"
         )
     return out

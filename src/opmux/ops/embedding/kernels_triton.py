@@ -26,7 +26,7 @@ def _embedding_kernel(
     is_base = (token >= first) & (token < last)
     is_added = (token >= added_first) & (token < added_last)
     source = tl.where(is_base, token - first, token - added_first + added_row)
-    values = tl.load(table_ptr + source * table_stride + cols, mask=mask & (is_base | is_added), other=0.0)
+    values = tl.load(table_ptr + source * table_stride + cols, mask=mask & (is_base | is_added), other=0)
     tl.store(y_ptr + row * width + cols, values, mask=mask)
 
 
@@ -39,11 +39,11 @@ def tile(width: int) -> tuple[int, int]:
 def launch(
     ids: Tensor,
     table: Tensor,
-    first: int,
-    last: int,
-    added_first: int,
-    added_last: int,
-    added_row: int,
+    first: int = 0,
+    last: int | None = None,
+    added_first: int = 0,
+    added_last: int = 0,
+    added_row: int = 0,
     config: tuple[int, int] | None = None,
 ) -> Tensor:
     """``embedding_triton`` with a block and a number of warps other than ``tile``'s."""
@@ -51,7 +51,8 @@ def launch(
     if y.numel() == 0:
         return y
     ids = ids.contiguous()
-    table, _, width, table_stride = as_rows(table)
+    table, n_rows, width, table_stride = as_rows(table)
+    last = first + n_rows if last is None else last
     block, warps = config or tile(width)
     per_row = -(-width // block)
     scalars = (table_stride, width, first, last, added_first, added_last, added_row, per_row)
@@ -61,11 +62,18 @@ def launch(
 
 @opaque(fake=lambda ids, table, *_: torch.empty((*ids.shape, table.shape[-1]), dtype=table.dtype, device=table.device))
 def embedding_triton(
-    ids: Tensor, table: Tensor, first: int, last: int, added_first: int = 0, added_last: int = 0, added_row: int = 0
+    ids: Tensor,
+    table: Tensor,
+    first: int = 0,
+    last: int | None = None,
+    added_first: int = 0,
+    added_last: int = 0,
+    added_row: int = 0,
 ) -> Tensor:
     """Rows of ``table`` [V, H] for ids of any shape -> [*ids.shape, H]; bit-identical copies.
 
-    Ids in ``first .. last-1`` name the rows from 0 on, ids in ``added_first .. added_last-1`` the rows from ``added_row`` on
-    (the two parts of a shard of a vocabulary). Every other id, negative ones too, gives a row of zeros and reads nothing.
+    Ids in ``first .. last-1`` (``last`` None: as many as the table has rows) name the rows from 0 on, ids in
+    ``added_first .. added_last-1`` the rows from ``added_row`` on: the two parts of a shard of a vocabulary. Every other id,
+    negative ones too, gives a row of zeros and reads nothing.
     """
     return launch(ids, table, first, last, added_first, added_last, added_row)

@@ -38,7 +38,7 @@ class VocabParallelEmbedding(CustomOp):
         padding_size: base and total are padded to multiples of it.
     """
 
-    tolerance = Tolerance(ulp=0.0)
+    tolerance = Tolerance(ulp=0.0, fp32=0.0)
 
     def __init__(
         self,
@@ -63,12 +63,13 @@ class VocabParallelEmbedding(CustomOp):
     @requires(native_library=True, when=lambda self, input_ids: None if self.vocabulary.contiguous else NOT_CONTIGUOUS)
     def forward_cpu(self, input_ids: Tensor) -> Tensor:
         _check_ids(input_ids)
-        return kernels_cpu.embedding_cpu(input_ids, self.weight, self.vocabulary.size)
+        return kernels_cpu.embedding_cpu(_int64(input_ids), self.weight[: self.vocabulary.size], 0, True)
 
-    @requires(triton=True, when=lambda self, input_ids: None if self.vocabulary.contiguous else NOT_CONTIGUOUS)
+    @requires(triton=True)
     def forward_cuda(self, input_ids: Tensor) -> Tensor:
         _check_ids(input_ids)
-        return kernels_triton.embedding_triton(input_ids, self.weight, self.vocabulary.size)
+        v = self.vocabulary
+        return kernels_triton.embedding_triton(input_ids, self.weight, 0, v.base, v.base, v.size, v.base_padded)
 
     forward_hip = forward_xpu = forward_cuda
 
@@ -121,6 +122,11 @@ NOT_CONTIGUOUS = "looks ids up by plain row number; with added tokens behind bas
 def _check_ids(input_ids: Tensor) -> None:
     if input_ids.is_floating_point() or input_ids.dtype == torch.bool:
         raise TypeError(f"vocab_parallel_embedding takes integer token ids; they are {input_ids.dtype}.")
+
+
+def _int64(input_ids: Tensor) -> Tensor:
+    """int32 and int64 are read as they are; the narrower types are widened."""
+    return input_ids if input_ids.dtype in (torch.int32, torch.int64) else input_ids.long()
 
 
 def _random_table(op: VocabParallelEmbedding, inputs: Inputs) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from opmux.core.torch_library import opaque
 from opmux.native import DTYPE_CODE, kernels
-from opmux.native.layout import as_rows
+from opmux.native.layout import as_rows, new_like
 
 
 @opaque(fake=lambda x, *_: x.new_empty(x.shape))
@@ -26,12 +26,17 @@ def rms_norm_cpu(
 
     Returns: [..., H] in x's dtype, contiguous.
     """
-    rows, count, width, stride = as_rows(x)
-    out = torch.empty_like(rows) if rows is x and stride == width else x.new_empty(x.shape)
-    weight, weight_address, weight_is_fp32 = _weight(weight, x)
+    dtype = x.dtype
+    if x.is_contiguous():  # as as_rows and new_like do, without their calls
+        rows, width = x, x.shape[-1]
+        count, stride, out = x.numel() // (width or 1), width, torch.empty_like(x)
+    else:
+        (rows, count, width, stride), out = as_rows(x), new_like(x)
+    if weight is not None and (weight.dtype is not dtype or not weight.is_contiguous()):
+        weight = _readable(weight, dtype)
     kernels.rms_norm(
-        rows.data_ptr(), stride, None, 0, weight_address, out.data_ptr(), None,
-        count, width, variance_size or width, DTYPE_CODE[x.dtype], weight_is_fp32,
+        rows.data_ptr(), stride, None, 0, None if weight is None else weight.data_ptr(), out.data_ptr(), None,
+        count, width, variance_size or width, DTYPE_CODE[dtype], weight is not None and weight.dtype is torch.float32,
         eps, weight_offset, cast_first, False,
     )  # fmt: skip
     return out
@@ -54,23 +59,18 @@ def add_rms_norm_cpu(
         residual = residual.to(x.dtype)
     rows, count, width, stride = as_rows(x)
     residual, _, _, residual_stride = as_rows(residual)
-    out, new_residual = x.new_empty(x.shape), x.new_empty(x.shape)
-    weight, weight_address, weight_is_fp32 = _weight(weight, x)
+    out, new_residual = new_like(x), new_like(x)
+    dtype = x.dtype
+    if weight is not None and (weight.dtype is not dtype or not weight.is_contiguous()):
+        weight = _readable(weight, dtype)
     kernels.rms_norm(
-        rows.data_ptr(), stride, residual.data_ptr(), residual_stride, weight_address, out.data_ptr(),
-        new_residual.data_ptr(), count, width, variance_size or width, DTYPE_CODE[x.dtype], weight_is_fp32,
-        eps, weight_offset, cast_first, round_sum,
+        rows.data_ptr(), stride, residual.data_ptr(), residual_stride, None if weight is None else weight.data_ptr(),
+        out.data_ptr(), new_residual.data_ptr(), count, width, variance_size or width, DTYPE_CODE[dtype],
+        weight is not None and weight.dtype is torch.float32, eps, weight_offset, cast_first, round_sum,
     )  # fmt: skip
     return out, new_residual
 
 
-def _weight(weight: Tensor | None, x: Tensor) -> tuple[Tensor | None, int | None, bool]:
-    """(the tensor to keep alive, its address, whether it is fp32): the kernel reads weights of x's dtype or fp32."""
-    if weight is None:
-        return None, None, False
-    is_fp32 = weight.dtype is torch.float32
-    if not is_fp32 and weight.dtype is not x.dtype:
-        weight, is_fp32 = weight.float(), True
-    if not weight.is_contiguous():
-        weight = weight.contiguous()
-    return weight, weight.data_ptr(), is_fp32
+def _readable(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """The weight as the kernel reads it: contiguous, of x's dtype or fp32."""
+    return weight.contiguous() if weight.dtype in (dtype, torch.float32) else weight.float().contiguous()

@@ -1,8 +1,8 @@
 """The rotary embedding kernels of the compiled CPU library, for Python.
 
-All return new tensors. Arithmetic is fp32: ``(u, v) -> (u c - v s, v c + u s)`` for the pair (u, v) of a head. Two flags
-choose where values are rounded to the heads' dtype: ``round_table`` rounds cos and sin first; ``round_steps`` rounds each
-product and then the sum, which is what eager PyTorch computes; without them the result is rounded once.
+All return new tensors. Arithmetic is fp32: ``(u, v) -> (u c - v s, v c + u s)`` for the pair (u, v) of a head. Two
+flags choose where values are rounded to the heads' dtype: ``round_table`` rounds cos and sin first; ``round_steps``
+rounds each product and then the sum, which is what eager PyTorch computes; without them the result is rounded once.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from opmux.native import DTYPE_CODE, kernels
 from opmux.core.torch_library import opaque
+from opmux.native import DTYPE_CODE, kernels
+from opmux.native.layout import new_like
 
-_NO_KEY = (None, 0, 0, None, 0)
+_NO_KEY: tuple[int | None, int, int, int | None, int] = (None, 0, 0, None, 0)
 
 
-def _like_query_and_key(positions: Tensor, table: Tensor, query: Tensor, key: Tensor | None, *_: object) -> list[Tensor]:
+def _like_query_and_key(
+    positions: Tensor, table: Tensor, query: Tensor, key: Tensor | None, *_: object
+) -> list[Tensor]:
     return [t.new_empty(t.shape) for t in (query, key) if t is not None]
 
 
@@ -40,15 +43,14 @@ def rotary_embedding_cpu(
         positions = positions.contiguous()
     if table.stride(1) != 1:
         table = table.contiguous()
-    query, *of_query = _heads(query)
-    out = [of_query.pop()]
-    of_key: tuple[object, ...] = _NO_KEY
+    query, of_query, rotated = _heads(query)
+    of_key, out = _NO_KEY, [rotated]
     if key is not None:
-        key, *of_key, out_key = _heads(key)  # type: ignore[assignment]
-        out.append(out_key)
+        key, of_key, rotated = _heads(key)
+        out.append(rotated)
     bad = kernels.rotary_embedding(
-        DTYPE_CODE[query.dtype], rotary_dim, query.shape[2], DTYPE_CODE[table.dtype], interleaved, round_table, round_steps,
-        positions.data_ptr(), positions.dtype is torch.int32, positions.numel(),
+        DTYPE_CODE[query.dtype], rotary_dim, query.shape[2], DTYPE_CODE[table.dtype], interleaved, round_table,
+        round_steps, positions.data_ptr(), positions.dtype is torch.int32, positions.numel(),
         table.data_ptr(), table.shape[0], table.stride(0), *of_query, *of_key,
     )  # fmt: skip
     if bad:
@@ -59,14 +61,14 @@ def rotary_embedding_cpu(
     return out
 
 
-def _heads(x: Tensor) -> tuple[Tensor, int, int, int, int, int, Tensor]:
-    """(tensor to keep alive, its address, token stride, head stride, out's address, heads, out) for x [T, N, D]."""
+def _heads(x: Tensor) -> tuple[Tensor, tuple[int | None, int, int, int | None, int], Tensor]:
+    """(the tensor to keep alive, what the kernel takes of it, out) for x [T, N, D]."""
     token, head, feature = x.stride()
     if feature != 1:
         x = x.contiguous()
         token, head, _ = x.stride()
-    out = torch.empty(x.shape, dtype=x.dtype)
-    return x, x.data_ptr(), token, head, out.data_ptr(), x.shape[1], out
+    out = new_like(x)
+    return x, (x.data_ptr(), token, head, out.data_ptr(), x.shape[1]), out
 
 
 @opaque(fake=lambda x, *_: x.new_empty(x.shape))
@@ -82,11 +84,11 @@ def apply_rotary_emb_cpu(
     if x.stride(3) != 1:
         x = x.contiguous()
     batches, tokens, heads, width = x.shape
-    out = torch.empty(x.shape, dtype=x.dtype)
+    out = new_like(x)
     batch, token, head, _ = x.stride()
     kernels.rotary_cos_sin(
-        DTYPE_CODE[x.dtype], width, width, DTYPE_CODE[cos.dtype], interleaved, round_table, round_steps, batches, tokens,
-        cos.data_ptr(), sin.data_ptr(), 0, cos.stride(0), 0,
+        DTYPE_CODE[x.dtype], width, width, DTYPE_CODE[cos.dtype], interleaved, round_table, round_steps, batches,
+        tokens, cos.data_ptr(), sin.data_ptr(), 0, cos.stride(0), 0,
         x.data_ptr(), batch, token, head, out.data_ptr(), tokens * heads * width, heads * width, width, heads,
         None, 0, 0, 0, None, 0, 0, 0, 0,
     )  # fmt: skip
@@ -123,10 +125,10 @@ def rotate_query_key_cpu(
     key_batch, key_head, key_token, _ = key.stride()
     out_key_batch, out_key_head, out_key_token, _ = rotated_key.stride()
     kernels.rotary_cos_sin(
-        DTYPE_CODE[query.dtype], rotary_dim, head_dim, DTYPE_CODE[cos.dtype], False, False, round_steps, batches, tokens,
-        cos.data_ptr(), sin.data_ptr(), table_batch, table_token, rotary_dim // 2,
+        DTYPE_CODE[query.dtype], rotary_dim, head_dim, DTYPE_CODE[cos.dtype], False, False, round_steps, batches,
+        tokens, cos.data_ptr(), sin.data_ptr(), table_batch, table_token, rotary_dim // 2,
         query.data_ptr(), batch, token, head, rotated_query.data_ptr(), out_batch, out_token, out_head, heads,
-        key.data_ptr(), key_batch, key_token, key_head, rotated_key.data_ptr(), out_key_batch, out_key_token, out_key_head,
-        key.shape[1],
+        key.data_ptr(), key_batch, key_token, key_head, rotated_key.data_ptr(), out_key_batch, out_key_token,
+        out_key_head, key.shape[1],
     )  # fmt: skip
     return rotated_query, rotated_key
