@@ -57,7 +57,9 @@ class BuildNative(Command):
         return {}
 
     def get_source_files(self) -> list[str]:
-        return [str(path) for path in [*native.sources(PACKAGE), *native.headers(PACKAGE), PACKAGE / "native/fastcall.cpp"]]
+        return [
+            str(path) for path in [*native.sources(PACKAGE), *native.headers(PACKAGE), PACKAGE / "native/fastcall.cpp"]
+        ]
 
 
 class Build(build):
@@ -65,7 +67,7 @@ class Build(build):
 
 
 class Wheel(bdist_wheel):
-    """The libraries depend on the platform, not on the Python: where the small extension does not load, ctypes serves."""
+    """The libraries depend on the platform, not on the Python: without the small extension, ctypes serves."""
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]

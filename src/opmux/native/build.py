@@ -1,7 +1,7 @@
 """Compiles the CPU kernels: at install (setup.py runs this file) and later by ``python -m opmux.native.build``.
 
-Every ``ops/*/kernels_cpu*.cpp`` is compiled once per instruction-set variant, and each variant is linked into one shared
-library; the loader picks the best one for the processor at run time. A failure never raises: it is recorded in
+Every ``ops/*/kernels_cpu*.cpp`` is compiled once per instruction-set variant, and each variant is linked into one
+shared library; the loader picks the best one for the processor at run time. A failure never raises: it is recorded in
 ``lib/build.json``, where ``opmux doctor`` finds it, and the ops run native.
 
 Only the standard library is used, and nothing of opmux is imported: at install time there is no opmux yet.
@@ -10,6 +10,7 @@ Only the standard library is used, and nothing of opmux is imported: at install 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -22,11 +23,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-COMMON_FLAGS = (
-    "-std=c++17 -O3 -fPIC -fopenmp -fvisibility=hidden -fno-exceptions -fno-rtti -Wall "
+COMMON_FLAGS = [
+    *["-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-Wall"],
     # Reductions may be vectorised; infinities and NaN keep their meaning, which -ffast-math would take from them.
-    "-fno-math-errno -fno-trapping-math -fno-signed-zeros -fassociative-math"
-).split()
+    *["-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"],
+]
 
 X86 = {
     "v2": ["-march=x86-64-v2"],
@@ -123,8 +124,10 @@ def _build_variants(report: Report, compiler: list[str], package: Path, lib: Pat
         text = source.read_bytes()
         if variant == "v4bf16" and not any(word in text + header_bytes for word in BEYOND_V4):
             variant = "v4"
-        own = [line[len(SOURCE_FLAGS) :].split() for line in text.decode().splitlines() if line.startswith(SOURCE_FLAGS)]
-        flags = [*COMMON_FLAGS, *variants[variant], *sum(own, []), f"-I{package / 'native'}"]
+        own = [
+            line[len(SOURCE_FLAGS) :].split() for line in text.decode().splitlines() if line.startswith(SOURCE_FLAGS)
+        ]
+        flags = [*COMMON_FLAGS, *variants[variant], *itertools.chain(*own), f"-I{package / 'native'}"]
         key = hashlib.sha256(repr((report.compiler_version, flags)).encode() + header_bytes + text).hexdigest()[:16]
         target = objects / f"{variant}-{source.parent.name}-{source.stem}-{key}.o"
         if target.exists():

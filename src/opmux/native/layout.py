@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import torch
 from torch import Tensor
 
 
@@ -13,10 +16,29 @@ def as_rows(x: Tensor) -> tuple[Tensor, int, int, int]:
     """
     width = x.shape[-1]
     if x.is_contiguous():
-        return x, x.numel() // width if width else 0, width, width
+        return x, x.numel() // (width or 1), width, width
     if x.dim() == 1:
         return x.contiguous(), 1, width, width
     rows = x if x.dim() == 2 else x.flatten(0, -2)
     if rows.stride(1) != 1:
         rows = rows.contiguous()
-    return rows, rows.size(0) if width else 0, width, rows.stride(0)
+    return rows, rows.shape[0] if width else 0, width, rows.stride(0)
+
+
+def new_like(x: Tensor, width: int | None = None) -> Tensor:
+    """A new contiguous CPU tensor with x's dtype and x's shape, the last dimension replaced by ``width`` if given.
+
+    ``empty_like`` of a prepared tensor is a microsecond faster than handing a shape to torch.
+    """
+    if width is None and x.is_contiguous():
+        return torch.empty_like(x)
+    return torch.empty_like(_template(x.shape, x.dtype, width))
+
+
+@lru_cache(maxsize=4096)
+def _template(shape: torch.Size, dtype: torch.dtype, width: int | None) -> Tensor:
+    """A tensor of that shape without memory of its own: one element, expanded."""
+    wanted = shape if width is None else (*shape[:-1], width)
+    if 0 in wanted:
+        return torch.empty(wanted, dtype=dtype, device="cpu")
+    return torch.empty((), dtype=dtype, device="cpu").expand(wanted)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import os
 import platform
@@ -15,12 +16,14 @@ from typing import Any
 # pool and torch.set_num_threads holds for both.
 import torch
 
+from opmux.core.errors import OpmuxError
+
 DTYPE_CODE = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 # Best first. Features that /proc/cpuinfo must show, and the names by which kernels ask for them (`requires(isa=...)`).
-_V2 = "cx16 lahf_lm popcnt pni ssse3 sse4_1 sse4_2".split()
-_V3 = [*_V2, *"avx avx2 bmi1 bmi2 f16c fma abm movbe xsave".split()]
-_V4 = [*_V3, *"avx512f avx512bw avx512cd avx512dq avx512vl".split()]
+_V2 = ["cx16", "lahf_lm", "popcnt", "pni", "ssse3", "sse4_1", "sse4_2"]
+_V3 = [*_V2, *["avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"]]
+_V4 = [*_V3, *["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"]]
 _NEEDS: dict[str, list[str]] = {
     "v4bf16": [*_V4, "avx512_bf16", "avx512_vnni"],
     "v4": _V4,
@@ -40,18 +43,20 @@ _ISA = {
 _REBUILD = "install g++ (or set CXX), then run: python -m opmux.native.build"
 
 
-class NativeLibraryError(RuntimeError):
+class NativeLibraryError(OpmuxError, RuntimeError):
     """The compiled CPU library is missing or cannot be used; the message says why and what to do."""
 
 
 class NativeLibrary:
     """The compiled library, loaded on the first question. Its facts never change within a process.
 
-    ``OPMUX_NATIVE_VARIANT`` forces a variant; ``none`` runs every op native.
+    ``OPMUX_NATIVE_VARIANT`` (or ``variant``, for a second library beside the first) forces a variant; ``none`` runs
+    every op native.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | None = None, variant: str | None = None) -> None:
         self.folder = folder or Path(__file__).parent / "lib"
+        self._forced = variant
 
     @property
     def available(self) -> bool:
@@ -80,7 +85,7 @@ class NativeLibrary:
 
     @cached_property
     def build(self) -> dict[str, Any]:
-        """What the build recorded: compiler, compiler_version, machine, variants, fastcall, errors. Empty if never built."""
+        """What the build recorded (``build.Report``); empty if it never ran."""
         try:
             record: dict[str, Any] = json.loads((self.folder / "build.json").read_text())
         except (OSError, ValueError):
@@ -95,7 +100,7 @@ class NativeLibrary:
         return [name for name in built if have.issuperset(_NEEDS[name])] if have else built[-1:]
 
     def kernel(self, name: str) -> Callable[..., int]:
-        """The kernel ``opmux_<name>``: takes ints (addresses, sizes, codes, strides), floats and None (a null pointer)."""
+        """The kernel ``opmux_<name>``: takes ints (addresses, sizes, codes, strides), floats and None (null)."""
         handle, variant, reason = self._load
         if handle is None:
             raise NativeLibraryError(f"kernel {name!r} needs the compiled CPU library: {reason}")
@@ -103,8 +108,8 @@ class NativeLibrary:
             symbol = getattr(handle, f"opmux_{name}")
         except AttributeError:
             raise NativeLibraryError(
-                f"the compiled CPU library (variant {variant}) has no kernel {name!r}: it is older than the Python code; "
-                "run: python -m opmux.native.build"
+                f"the compiled CPU library (variant {variant}) has no kernel {name!r}: it is older than the Python "
+                "code; run: python -m opmux.native.build"
             ) from None
         if self._bind is None:
             return _ctypes_kernel(symbol, name)
@@ -115,7 +120,7 @@ class NativeLibrary:
     @cached_property
     def _load(self) -> tuple[ctypes.PyDLL | None, str | None, str | None]:
         """(handle, variant, why not)."""
-        forced = os.environ.get("OPMUX_NATIVE_VARIANT")
+        forced = self._forced or os.environ.get("OPMUX_NATIVE_VARIANT")
         if forced == "none":
             return None, None, "switched off by OPMUX_NATIVE_VARIANT=none; unset it"
         supported = self.supported()
@@ -131,17 +136,19 @@ class NativeLibrary:
         except OSError as error:
             return None, None, f"{error}; {_REBUILD}"
         api = ctypes.pythonapi
-        functions = [ctypes.cast(f, ctypes.c_void_p).value or 0 for f in (api.PyEval_SaveThread, api.PyEval_RestoreThread)]
+        functions = [
+            ctypes.cast(f, ctypes.c_void_p).value or 0 for f in (api.PyEval_SaveThread, api.PyEval_RestoreThread)
+        ]
         _ctypes_kernel(handle.opmux_set_gil_functions, "set_gil_functions")(*functions)
         return handle, variant, None
 
     @cached_property
     def _bind(self) -> Callable[[int | None, str], Callable[..., int]] | None:
         try:
-            from . import _fastcall
+            extension = importlib.import_module("opmux.native._fastcall")
         except ImportError:
             return None
-        bind: Callable[[int | None, str], Callable[..., int]] = _fastcall.bind
+        bind: Callable[[int | None, str], Callable[..., int]] = extension.bind
         return bind
 
     def _why_nothing(self) -> str:
@@ -150,7 +157,9 @@ class NativeLibrary:
         errors = "; ".join(f"{what}: {why.splitlines()[0]}" for what, why in self.build["errors"].items())
         if not self.build["variants"]:
             return f"the build failed ({errors}); {_REBUILD}"
-        return f"built for {', '.join(self.build['variants'])}, none of which this {platform.machine()} processor can run"
+        return (
+            f"built for {', '.join(self.build['variants'])}, none of which this {platform.machine()} processor can run"
+        )
 
 
 class Kernels:
