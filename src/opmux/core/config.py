@@ -8,12 +8,12 @@ import enum
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import registry
+from . import heritage, registry
 from .decide import Verdict
 from .errors import ConfigError, DirectiveError, did_you_mean
 
@@ -21,6 +21,7 @@ ENVIRONMENT = "OPMUX_COMPILATION_CONFIG"
 FILE_ENVIRONMENT = "OPMUX_CONFIG"
 FIELDS = ("custom_ops", "backend", "mode", "mm_encoder", "strict")
 DEFAULT_SOURCE = "default"
+CHANGED_SOURCE = "changed after construction"
 
 
 class CompilationMode(enum.IntEnum):
@@ -44,7 +45,7 @@ class Directives:
 def split(custom_ops: str | Sequence[str]) -> list[str]:
     """The entries of any accepted form: a list, a tuple, one string, or items that are comma-joined (C1)."""
     items = [custom_ops] if isinstance(custom_ops, str) else custom_ops
-    if not isinstance(items, Sequence) or not all(isinstance(item, str) for item in items):
+    if not isinstance(items, (list, tuple)) or not all(isinstance(item, str) for item in items):
         raise DirectiveError(
             f"custom_ops is {custom_ops!r}; it takes a list of strings or one comma-joined string, such as "
             "['none', '+rms_norm']."
@@ -68,7 +69,9 @@ def parse(custom_ops: str | Sequence[str]) -> Directives:
             raise DirectiveError(_syntax(entry))
         known = registry.known_names()
         if entry[1:] not in known:
-            raise DirectiveError(f"custom_ops entry {entry!r}: there is no op {entry[1:]!r}. {did_you_mean(entry[1:], known)}")
+            raise DirectiveError(
+                f"custom_ops entry {entry!r}: there is no op {entry[1:]!r}. {did_you_mean(entry[1:], known)}"
+            )
         names[entry[0]][known[entry[1:]]] = entry
     for both in names["+"].keys() & names["-"].keys():
         raise DirectiveError(
@@ -84,9 +87,19 @@ def _syntax(entry: str) -> str:
         hint = f" Did you mean {entry.lower()!r}?"
     elif entry.isidentifier():
         known = registry.known_names()
-        hint = f" Did you mean '+{entry}' or '-{entry}'?" if entry in known else f" {did_you_mean(entry, [*known, 'all', 'none'])}"
+        hint = (
+            f" Did you mean '+{entry}' or '-{entry}'?"
+            if entry in known
+            else f" {did_you_mean(entry, [*known, 'all', 'none'])}"
+        )
     elif entry[:1] in ("+", "-") and entry[1:].strip() in registry.known_names():
         hint = f" Did you mean {entry[0] + entry[1:].strip()!r}?"
+    elif "*" in entry:
+        hint = (
+            " There are no wildcards: name each op; a subclass that is not registered follows its parent's directive."
+        )
+    elif entry[:1] in "[{":
+        hint = " A list written as JSON must be parsed first."
     return f"custom_ops entry {entry!r} is not a directive. Directives are 'all', 'none', '+op' and '-op'.{hint}"
 
 
@@ -114,18 +127,27 @@ class CompilationConfig:
         strict: bool | None = None,
     ) -> None:
         given = {"custom_ops": custom_ops, "backend": backend, "mode": mode, "mm_encoder": mm_encoder, "strict": strict}
+        self._checked: tuple[tuple[str, ...], Directives] | None = None
+        self.backend: str = backend  # type: ignore[assignment]  # __setattr__ checks and converts each field
+        self.mode: CompilationMode = mode  # type: ignore[assignment]
+        self.strict: bool = strict  # type: ignore[assignment]
+        self.enabled_custom_ops: Counter[str] = Counter()
+        self.disabled_custom_ops: Counter[str] = Counter()
+        self.custom_ops: list[str] = [] if custom_ops is None else custom_ops  # type: ignore[assignment]
+        self.mm_encoder: CompilationConfig | None = mm_encoder  # type: ignore[assignment]
         self.sources: dict[str, str] = {
             name: DEFAULT_SOURCE if value is None else "argument" for name, value in given.items()
         }
-        self.backend = _checked_backend(backend)
-        self.mode = _checked_mode(mode)
-        self.strict = _checked_strict(strict)
-        self.enabled_custom_ops: Counter[str] = Counter()
-        self.disabled_custom_ops: Counter[str] = Counter()
-        self.custom_ops: list[str] = [] if custom_ops is None else split(custom_ops)
-        self.mm_encoder = _encoder_config(mm_encoder)
-        self._checked: tuple[tuple[str, ...], Directives] | None = None
         self.directives()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in FIELDS:
+            value = _CHECKS[name](value)
+            if "sources" in self.__dict__:
+                self.sources[name] = CHANGED_SOURCE
+        elif name not in _STATE:
+            raise ConfigError(f"CompilationConfig has no field {name!r}. {did_you_mean(name, FIELDS)}")
+        super().__setattr__(name, value)
 
     @classmethod
     def resolve(
@@ -143,26 +165,32 @@ class CompilationConfig:
             layers.append((f"file {os.fspath(path)}", _read_file(Path(path))))
         if environ.get(ENVIRONMENT):
             layers.append((f"environment {ENVIRONMENT}", _read_environment(environ[ENVIRONMENT])))
-        layers.append(("command line", cli or {}))
-        layers.append(("argument", argument or {}))
+        layers.append(("command line", _mapping(cli or {}, "the command line's compilation_config")))
+        layers.append(("argument", _mapping(argument or {}, "the argument compilation_config")))
         values: dict[str, Any] = {}
         sources: dict[str, str] = {}
         for source, layer in layers:
             for name, value in layer.items():
                 if name not in FIELDS:
                     raise ConfigError(
-                        f"compilation_config has no field {name!r} ({source}). {did_you_mean(name, FIELDS)}"
+                        f"compilation_config has no field {name!r} ({source}). {did_you_mean(str(name), FIELDS)}"
                     )
                 if value is not None:
                     values[name], sources[name] = value, source
-        config = cls(**values)
+        try:
+            config = cls(**values)
+        except (ConfigError, DirectiveError) as error:
+            places = ", ".join(f"{name} from {source}" for name, source in sources.items())
+            raise type(error)(f"{error} ({places})") from None
         config.sources.update(sources)
         return config
 
     def directives(self) -> Directives:
         """The directives, checked again if the list was changed since."""
-        now = tuple(self.custom_ops)
+        now = tuple(split(self.custom_ops))
         if self._checked is None or self._checked[0] != now:
+            if self._checked is not None:
+                self.sources["custom_ops"] = CHANGED_SOURCE
             self._checked = now, parse(now)
         return self._checked[1]
 
@@ -175,7 +203,11 @@ class CompilationConfig:
             return "none", (
                 f"no base mode is given, and the default is 'none' under backend 'inductor' with mode {self.mode.name}"
             )
-        return "all", f"no base mode is given, and the default is 'all' under backend {self.backend!r} with mode {self.mode.name}"
+        return (
+            "all",
+            f"no base mode is given, and the default is 'all' under backend {self.backend!r} with mode "
+            f"{self.mode.name}",
+        )
 
     def verdict(self, name: str | None) -> Verdict:
         """Whether the op with this registered name is enabled, and by what. None: an op with no registered ancestor."""
@@ -192,7 +224,7 @@ class CompilationConfig:
         """Whether ``name`` (registered name or class name) is enabled; an unknown name is an error (C4)."""
         known = registry.known_names()
         if name not in known:
-            raise DirectiveError(f"There is no op {name!r}. {did_you_mean(name, known)}")
+            raise DirectiveError(f"There is no op {name!r}. {did_you_mean(str(name), known)}")
         return self.verdict(known[name]).enabled
 
     @property
@@ -224,6 +256,13 @@ class CompilationConfig:
         return {**self.to_dict(), "sources": None} == {**other.to_dict(), "sources": None}
 
     __hash__ = None  # type: ignore[assignment]  # mutable
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "parent": heritage.testament()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        heritage.inherit(state["parent"])
+        self.__dict__.update({name: value for name, value in state.items() if name != "parent"})
 
 
 def _checked_backend(backend: str | None) -> str:
@@ -262,14 +301,29 @@ def _encoder_config(value: Any) -> CompilationConfig | None:
         if unknown:
             raise ConfigError(f"mm_encoder has no field {unknown[0]!r}. {did_you_mean(unknown[0], FIELDS)}")
         return CompilationConfig(**{name: v for name, v in value.items() if name != "sources"})
-    return CompilationConfig(custom_ops=value)
+    try:
+        return CompilationConfig(custom_ops=value)
+    except DirectiveError as error:
+        raise DirectiveError(f"mm_encoder: {error}") from None
+
+
+_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "custom_ops": split,
+    "backend": _checked_backend,
+    "mode": _checked_mode,
+    "mm_encoder": _encoder_config,
+    "strict": _checked_strict,
+}
+_STATE = ("sources", "enabled_custom_ops", "disabled_custom_ops", "_checked")
 
 
 def _read_environment(text: str) -> Mapping[str, Any]:
     try:
         value = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{ENVIRONMENT} is not JSON ({error}): {text!r}. Example: {{\"custom_ops\": [\"none\"]}}.") from None
+        raise ConfigError(
+            f'{ENVIRONMENT} is not JSON ({error}): {text!r}. Example: {{"custom_ops": ["none"]}}.'
+        ) from None
     return _mapping(value, f"{ENVIRONMENT}")
 
 
@@ -324,7 +378,9 @@ def _outside_config() -> CompilationConfig:
 def use_config(config: CompilationConfig) -> Iterator[CompilationConfig]:
     """Build ops under ``config``. Nests; holds for this thread and this async task only."""
     if not isinstance(config, CompilationConfig):
-        raise ConfigError(f"use_config takes a CompilationConfig, not {config!r}. Write CompilationConfig(custom_ops=[...]).")
+        raise ConfigError(
+            f"use_config takes a CompilationConfig, not {config!r}. Write CompilationConfig(custom_ops=[...])."
+        )
     token = _current.set(config)
     try:
         yield config

@@ -14,25 +14,29 @@ A subclass holds the plain definition (``forward_native``) and a fast kernel for
 from __future__ import annotations
 
 import copyreg
+import inspect
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from .. import platforms
 from . import heritage, registry
 from .config import CompilationConfig, current_config
-from .decide import NATIVE, Decision, Facts, Lineage, Verdict, decide
-from .errors import DeviceMismatchError, KernelRefusedError, RegistrationError
-from .plugins import load_general_plugins
+from .decide import NATIVE, Decision, Facts, Lineage, Verdict, decide, implemented
+from .errors import DeviceMismatchError, KernelRefusedError, RegistrationError, UsageError
+from .plugins import load_general_plugins, require_loaded
 from .requires import NOTHING, requirements_of
 
 _compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled
 _any_global_hook = nn.modules.module._has_any_global_hook
+_NO_BACKWARD = "has no backward, and an input needs a gradient"
 
 
 def _abstract(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,20 +47,27 @@ def _abstract(method: Callable[..., Any]) -> Callable[..., Any]:
 class Route:
     """Where calls on one (device, dtype) go: the decision, its bound method, and what happened to the calls."""
 
-    __slots__ = ("calls", "decision", "differentiable", "method", "refusals", "when")
+    __slots__ = ("_refused_calls", "calls", "decision", "differentiable", "method", "when")
 
-    def __init__(self, op: CustomOp, decision: Decision, method: Callable[..., Any]) -> None:
-        needs = requirements_of(method)
+    def __init__(self, decision: Decision, method: Callable[..., Any], differentiable: bool) -> None:
         self.decision = decision
         self.method = method
-        self.when = needs.when
-        self.differentiable = needs.differentiable or decision.method == NATIVE
+        self.when = requirements_of(method).when
+        self.differentiable = differentiable
         self.calls = 0
-        self.refusals: Counter[str] = Counter()
+        self._refused_calls: Counter[str] = Counter()
+
+    @property
+    def refusals(self) -> Counter[str]:
+        """Calls that a kernel could not take -> how many, by the sentence that says why."""
+        counts = Counter(self._refused_calls)
+        for rejected in self.decision.refused:
+            counts[f"{rejected.candidate} {rejected.why}"] += self.calls
+        return +counts
 
     def refuse(self, instead: Callable[..., Any], why: str) -> Callable[..., Any]:
         """Count a call that the kernel cannot take, with the sentence that says why, and pass on what runs instead."""
-        self.refusals[why] += 1
+        self._refused_calls[why] += 1
         return instead
 
 
@@ -71,9 +82,12 @@ class _CustomOpMeta(type(nn.Module)):  # type: ignore[misc]
         load_general_plugins()
         replacement = registry.replacement_of(cls)
         if replacement is None:
-            heritage.note(cls.__name__)
-            return super().__call__(*args, **kwargs)
-        return super(_CustomOpMeta, replacement.cls).__call__(*args, **kwargs)
+            heritage.note(cls)
+            op = super().__call__(*args, **kwargs)
+        else:
+            op = super(_CustomOpMeta, replacement.cls).__call__(*args, **kwargs)  # type: ignore[misc]
+        op._count()  # not in __init__, which may yet fail
+        return op
 
 
 class CustomOp(nn.Module, metaclass=_CustomOpMeta):
@@ -90,9 +104,13 @@ class CustomOp(nn.Module, metaclass=_CustomOpMeta):
     name: ClassVar[str]
     lead: ClassVar[int] = 0  # index of the argument whose device and dtype decide
     _class_key: ClassVar[str]
+    _lead_name: ClassVar[str | None] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if callable(cls.forward_native):
+            names = list(inspect.signature(cls.forward_native).parameters)[1:]
+            cls._lead_name = names[cls.lead] if cls.lead < len(names) else None
         cls._class_key = f"{registry.origin(cls)}@{id(cls)}"
         _classes[cls._class_key] = cls
 
@@ -107,7 +125,8 @@ class CustomOp(nn.Module, metaclass=_CustomOpMeta):
         self._compile_native = compile_native
         self._built = registry.next_serial()
         self._by_hand: Callable[..., Any] | None = None
-        self.redispatch()
+        self._counted: Counter[str] | None = None
+        self._decide_under(current_config())
 
     # -- registration ------------------------------------------------------------------------------------------------
 
@@ -132,6 +151,11 @@ class CustomOp(nn.Module, metaclass=_CustomOpMeta):
         name="RMSNorm")``. The registered name (``"rms_norm"``) may stand for the class name. With ``lazy=True`` the
         target may be an op that is not imported yet. ``scope`` is asked at construction whether to replace.
         """
+        if _decorated_op_cls is not None and not isinstance(_decorated_op_cls, (str, type)):
+            raise RegistrationError(
+                f"register_oot got {_decorated_op_cls!r}; it takes a class, or the name of the op to replace: "
+                "@CustomOp.register_oot('RMSNorm')."
+            )
         if isinstance(_decorated_op_cls, str):
             if name is not None:
                 raise RegistrationError(f"register_oot got two names, {_decorated_op_cls!r} and {name!r}. Give one.")
@@ -145,7 +169,7 @@ class CustomOp(nn.Module, metaclass=_CustomOpMeta):
         resolved = target
 
         def decorate(op_cls: type) -> type:
-            return registry.register_oot(op_cls, resolved, lazy=lazy, scope=scope)
+            return registry.register_oot(op_cls, resolved, CustomOp, lazy=lazy, scope=scope)
 
         return decorate if _decorated_op_cls is None else decorate(_decorated_op_cls)
 
@@ -202,13 +226,17 @@ class CustomOp(nn.Module, metaclass=_CustomOpMeta):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # nn.Module.__call__ costs as much as the whole dispatch; without hooks there is nothing for it to do.
+        own = self.__dict__
         if (
-            self._forward_hooks
-            or self._forward_pre_hooks
-            or self._backward_hooks
-            or self._backward_pre_hooks
-            or _any_global_hook()
-            or _compiling()
+            _compiling()
+            or own["_forward_hooks"]
+            or own["_forward_pre_hooks"]
+            or own["_backward_hooks"]
+            or own["_backward_pre_hooks"]
+            or "forward" in own  # replaced on the object, as accelerate does
+            or "_compiled_call_impl" in own  # nn.Module.compile()
+            or type(self).forward is not _forward
+            or _any_global_hook()  # type: ignore[no-untyped-call]
         ):
             return super().__call__(*args, **kwargs)
         return self._select(args, kwargs)(*args, **kwargs)
@@ -224,18 +252,19 @@ class CustomOp(nn.Module, metaclass=_CustomOpMeta):
         try:
             lead = args[self.lead]
             device = lead.device
-            route = self._routes[device, lead.dtype]
+            route = self._routes[device, lead.dtype, type(lead)]
         except (IndexError, KeyError, AttributeError):
             route = self._route(args, kwargs)
         else:
-            if kwargs:
-                self._check_devices(args, kwargs)
-            else:
-                for arg in args:
-                    if arg is not lead and isinstance(arg, Tensor) and arg.device != device:
-                        self._check_devices(args, kwargs)
-        if _grad_enabled() and not route.differentiable and self._needs_grad(args, kwargs):
-            return route.refuse(self.forward_native, "has no backward, and an input needs a gradient")
+            for arg in (*args, *kwargs.values()) if kwargs else args:
+                if arg is not lead and isinstance(arg, Tensor) and arg.device != device:
+                    self._check_devices(args, kwargs)
+        if (
+            not route.differentiable
+            and (_grad_enabled() or forward_ad._current_level >= 0)
+            and self._needs_grad(args, kwargs)
+        ):
+            return self._fall_back(route, _NO_BACKWARD, args, kwargs)
         if route.when is not None:
             refusal = route.when(self, *args, **kwargs)
             if refusal is not None:
@@ -246,7 +275,7 @@ class CustomOp(nn.Module, metaclass=_CustomOpMeta):
     def dispatch_forward(self, decision: Decision) -> Callable[..., Any]:
         """The bound method that serves ``decision``. A subclass may override it (contract D3)."""
         if decision.method is None:
-            raise NotImplementedError(f"{decision.op}: {decision.why}.")
+            raise NotImplementedError(f"{decision.op} cannot run on {decision.platform}: {decision.why}.")
         if decision.method == NATIVE and not decision.enabled and self._compiles_native():
             return self._native_compiled()
         method: Callable[..., Any] = getattr(self, decision.method)
@@ -254,20 +283,37 @@ class CustomOp(nn.Module, metaclass=_CustomOpMeta):
 
     def decision(self, *args: Any, **kwargs: Any) -> Decision:
         """The record of what would serve a call with these arguments; with none, a call on the current platform."""
-        device, dtype, shape = self._lead_facts(args, kwargs)
-        call = ((self, *args), kwargs) if args or kwargs else None
-        return self._decide(device, dtype, shape, call)
+        return self._decide(args, kwargs, ((self, *args), kwargs) if args or kwargs else None)
 
     def redispatch(self, config: CompilationConfig | None = None) -> None:
         """Decide anew, under ``config`` or the one now in force. Objects keep their decisions otherwise (C6)."""
-        self._config = current_config() if config is None else config
-        self._verdict = self._config.verdict(getattr(type(self), "name", None))
-        # Compiled code guards on this flag alone: a change recompiles once, and changing back finds the old code.
-        self._on = self._enforce_enable or self._verdict.enabled
+        if config is not None and not isinstance(config, CompilationConfig):
+            raise UsageError(
+                f"redispatch takes a CompilationConfig, not {config!r}. Write CompilationConfig(custom_ops=[...])."
+            )
+        self._decide_under(current_config() if config is None else config)
+        self._count()
+
+    def _decide_under(self, config: CompilationConfig) -> None:
+        verdict = config.verdict(getattr(type(self), "name", None))
+        if config.strict:
+            require_loaded()
+        self._config = config
+        self._verdict = verdict
+        self._strict = config.strict
+        # Compiled code guards on this flag and _strict alone: a change recompiles once, and changing back finds the
+        # old code.
+        self._on = self._enforce_enable or verdict.enabled
         self._routes: dict[Any, Route] = {}
         self._compiled_native: Callable[..., Any] | None = None
-        name = getattr(type(self), "name", type(self).__name__)
-        (self._config.enabled_custom_ops if self._on else self._config.disabled_custom_ops)[name] += 1
+
+    def _count(self) -> None:
+        """Count this object in its config's counters, once."""
+        name = str(getattr(type(self), "name", type(self).__name__))
+        if self._counted is not None:
+            self._counted.subtract([name])
+        self._counted = self._config.enabled_custom_ops if self._on else self._config.disabled_custom_ops
+        self._counted[name] += 1
 
     @property
     def _forward_method(self) -> Callable[..., Any] | None:
@@ -286,40 +332,71 @@ class CustomOp(nn.Module, metaclass=_CustomOpMeta):
 
     def _forward_traced(self, *args: Any, **kwargs: Any) -> Any:
         # The compiler evaluates all of this while it traces; the graph holds only the method's own operations.
+        self._check_devices(args, kwargs)
+        lead = self._lead_tensor(args, kwargs)
+        grad = torch.is_grad_enabled() and self._needs_grad(args, kwargs)
         if self._by_hand is not None:
-            return self._by_hand(*args, **kwargs)
-        lead = args[self.lead] if len(args) > self.lead else next(a for a in kwargs.values() if isinstance(a, Tensor))
-        if torch.is_grad_enabled() and self._needs_grad(args, kwargs):
+            return (self.forward_native if grad and self._is_kernel(self._by_hand) else self._by_hand)(*args, **kwargs)
+        if lead is None:
             return self.forward_native(*args, **kwargs)
-        for method in _methods_while_tracing(self._class_key, self._on, lead.device.type, lead.dtype):
-            when = getattr(type(self), method).__dict__.get("__opmux_requires__", NOTHING).when
-            if when is None or when(self, *args, **kwargs) is None:
+        if type(self).dispatch_forward is not CustomOp.dispatch_forward and not grad:
+            decision = _decision_while_tracing(self._class_key, self._on, lead.device.type, lead.dtype)
+            return self.dispatch_forward(decision)(*args, **kwargs)
+        refused, methods = _methods_while_tracing(self._class_key, self._on, lead.device.type, lead.dtype)
+        if self._strict and refused is not None:
+            self._refuse_strictly(*refused)
+        for method in methods:
+            needs = getattr(type(self), method).__dict__.get("__opmux_requires__", NOTHING)
+            if grad and not needs.differentiable:
+                continue
+            refusal = None if needs.when is None else needs.when(self, *args, **kwargs)
+            if refusal is None:
                 return getattr(self, method)(*args, **kwargs)
+            if self._strict:
+                self._refuse_strictly(method, refusal)
         return self.forward_native(*args, **kwargs)
 
     def _route(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Route:
         self._check_devices(args, kwargs)
-        device, dtype, shape = self._lead_facts(args, kwargs)
-        key = (device, dtype)
+        lead = self._lead_tensor(args, kwargs)
+        key = None if lead is None else (lead.device, lead.dtype, type(lead))
         if key not in self._routes:
-            decision = self._decide(device, dtype, shape, None)
+            decision = self._decide(args, kwargs, None)
+            if self._strict and decision.refused and self._by_hand is None:
+                self._refuse_strictly(decision.refused[0].candidate, decision.refused[0].why)
             method = self._by_hand or self.dispatch_forward(decision)
-            self._routes[key] = Route(self, decision, method)
+            if lead is not None and requirements_of(method).triton:
+                platforms.require_hardware(f"{decision.op}.{decision.method}", lead.device.type)
+            self._routes[key] = Route(decision, method, not self._is_kernel(method))
         return self._routes[key]
 
-    def _decide(
-        self, device: torch.device | None, dtype: torch.dtype | None, shape: tuple[int, ...] | None, call: Any
-    ) -> Decision:
-        cls = type(self)
-        facts = platforms.facts_for(device, dtype, shape)
+    def _decide(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Any) -> Decision:
+        lead = self._lead_tensor(args, kwargs)
+        if lead is not None:
+            facts = platforms.facts_for(lead.device, lead.dtype, tuple(lead.shape))
+        else:
+            own = next(self.parameters(), None)
+            facts = platforms.facts_for(None if own is None else own.device, None if own is None else own.dtype, None)
+        if not all(_has_memory(t) for t in (*_tensors_in(args), *_tensors_in(kwargs.values()), *_tensors_in([self]))):
+            facts = replace(facts, kind="wrapped")
         return decide(
-            lineage_of(cls, built=self._built),
+            lineage_of(type(self), built=self._built),
             facts,
             self._verdict,
             enforce_enable=self._enforce_enable,
             call=call,
+            needs_grad=call is not None and torch.is_grad_enabled() and self._needs_grad(args, kwargs),
             notes=self._notes(),
         )
+
+    def _is_kernel(self, method: Callable[..., Any]) -> bool:
+        """Whether autograd cannot follow ``method``: a platform method, or whatever ``dispatch_forward`` made up."""
+        if requirements_of(method).differentiable or method == self._compiled_native:
+            return False
+        name = getattr(method, "__name__", "")
+        if self._by_hand is not None:  # its author knows what it does, unless it is one of ours
+            return name in registry.PLATFORM_METHODS
+        return name != NATIVE
 
     def _notes(self) -> tuple[str, ...]:
         notes = []
@@ -329,46 +406,56 @@ class CustomOp(nn.Module, metaclass=_CustomOpMeta):
             notes.append("_forward_method was assigned by hand and is called on every device")
         return tuple(notes)
 
-    def _lead_facts(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[torch.device | None, torch.dtype | None, tuple[int, ...] | None]:
-        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-        if not tensors:
-            own = next(self.parameters(), None)
-            return (None, None, None) if own is None else (own.device, own.dtype, None)
-        lead = args[self.lead] if len(args) > self.lead and isinstance(args[self.lead], Tensor) else tensors[0]
-        return lead.device, lead.dtype, tuple(lead.shape)
+    def _lead_tensor(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+        """The tensor whose device and dtype decide: the op's lead argument, else the first tensor there is."""
+        lead = args[self.lead] if len(args) > self.lead else kwargs.get(self._lead_name or "")
+        if isinstance(lead, Tensor):
+            return lead
+        tensors = _tensors_in(args) or _tensors_in(kwargs.values())
+        return tensors[0] if tensors else None
 
-    def _fall_back(self, route: Route, refusal: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
-        op, method = route.decision.op, route.decision.method
-        if self._config.strict:
-            raise KernelRefusedError(
-                f"{op}.{method} cannot take this call: it {refusal}. Under strict=True there is no fall-back; change "
-                f"the input, or disable the op with '-{op}'."
-            )
-        for name in route.decision.fallbacks:
-            when = requirements_of(getattr(type(self), name)).when
-            if when is None or when(self, *args, **kwargs) is None:
+    def _fall_back(
+        self, route: Route, refusal: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[..., Any]:
+        method = route.decision.method
+        if self._strict and refusal is not _NO_BACKWARD:
+            self._refuse_strictly(method or "", refusal)
+        for name in route.decision.fallbacks or (NATIVE,):
+            needs = requirements_of(getattr(type(self), name))
+            if refusal is _NO_BACKWARD and name != NATIVE and not needs.differentiable:
+                continue
+            if implemented(type(self), name) and (needs.when is None or needs.when(self, *args, **kwargs) is None):
                 return route.refuse(getattr(self, name), refusal)
-        raise NotImplementedError(f"{op}: {method} cannot take this call (it {refusal}), and no other method is implemented.")
-
-    def _needs_grad(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return any(isinstance(a, Tensor) and a.requires_grad for a in (*args, *kwargs.values())) or any(
-            p.requires_grad for p in self.parameters()
+        raise NotImplementedError(
+            f"{route.decision.op}: {method} cannot take this call (it {refusal}), and no other method can. Define "
+            "forward_native, the definition that takes every call."
         )
 
+    def _refuse_strictly(self, method: str, refusal: str) -> None:
+        op = getattr(type(self), "name", type(self).__name__)
+        raise KernelRefusedError(
+            f"{op}.{method} cannot take this call: it {refusal}. Under strict=True there is no fall-back; change the "
+            f"input, or disable the op with '-{op}'."
+        )
+
+    def _needs_grad(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if forward_ad._current_level >= 0:  # whether a tensor carries a tangent is not cheap to ask
+            return True
+        tensors = [*_tensors_in(args), *_tensors_in(kwargs.values()), *self.parameters()]
+        return any(t.requires_grad for t in tensors)
+
     def _check_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        own = (*self.parameters(), *self.buffers())
-        tensors = [t for t in (*args, *kwargs.values(), *own) if isinstance(t, Tensor)]
-        if len({t.device for t in tensors}) > 1:
+        tensors = [*_tensors_in(args), *_tensors_in(kwargs.values()), *_tensors_in([self])]
+        if any(t.device != tensors[0].device for t in tensors):
             self._raise_two_devices(args, kwargs)
 
     def _raise_two_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         named = {f"argument {i}": a for i, a in enumerate(args)} | kwargs
         named |= dict(self.named_parameters()) | dict(self.named_buffers())
-        where = ", ".join(f"{n} on {t.device}" for n, t in named.items() if isinstance(t, Tensor))
+        where = ", ".join(f"{n} on {t.device}" for n, v in named.items() for t in _tensors_in([v]))
         raise DeviceMismatchError(
-            f"{getattr(self, 'name', type(self).__name__)} got tensors on two devices: {where}. Move them to one device."
+            f"{getattr(self, 'name', type(self).__name__)} got tensors on two devices: {where}. Move them to one "
+            "device."
         )
 
     # -- compilation of a disabled op --------------------------------------------------------------------------------
@@ -383,45 +470,102 @@ class CustomOp(nn.Module, metaclass=_CustomOpMeta):
 
     # -- life of the object ------------------------------------------------------------------------------------------
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if isinstance(value, Tensor):  # a parameter or buffer that may lie elsewhere
+            self._routes = {}
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         # Moved or cast parameters: what was decided for the old device or dtype may not hold.
         self._routes = {}
-        return super()._apply(fn, recurse)
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_routes": {}, "_compiled_native": None}
+        state = {**self.__dict__, "_routes": {}, "_compiled_native": None, "_counted": None}
+        state.pop("_compiled_call_impl", None)
+        return state
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return copyreg.__newobj__, (type(self),), self.__getstate__()  # type: ignore[attr-defined]
 
 
 _classes: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
+_forward = CustomOp.forward
+
+
+def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
+    """Every tensor of a call: arguments, what lists and dicts hold, and the weights of modules passed along."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, nn.Module):
+            found.extend(value.parameters())
+            found.extend(value.buffers())
+        elif isinstance(value, (list, tuple)):
+            found.extend(_tensors_in(value))
+        elif isinstance(value, dict):
+            found.extend(_tensors_in(value.values()))
+    return found
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """False for subclasses that take over every operation (FakeTensor, DTensor): their address means nothing."""
+    return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
 @torch.compiler.assume_constant_result
-def _methods_while_tracing(class_key: str, enabled: bool, device_type: str, dtype: torch.dtype) -> tuple[str, ...]:
-    """The platform methods to try for traced code. Takes constants only, as the compiler demands."""
-    cls = _classes[class_key]
+def _decision_while_tracing(class_key: str, enabled: bool, device_type: str, dtype: torch.dtype) -> Decision:
+    """The decision for traced code. Takes constants only, as the compiler demands."""
     facts = platforms.facts_for(torch.device(device_type), dtype, None)
     verdict = Verdict(enabled, "as decided at construction", "constructor")
-    decision = decide(lineage_of(cls, built=0), facts, verdict)
-    return tuple(m for m in (decision.method, *decision.fallbacks) if m not in (None, NATIVE))
+    return decide(lineage_of(_classes[class_key], built=0), facts, verdict)
+
+
+@torch.compiler.assume_constant_result
+def _methods_while_tracing(
+    class_key: str, enabled: bool, device_type: str, dtype: torch.dtype
+) -> tuple[tuple[str, str] | None, tuple[str, ...]]:
+    """The first kernel that refuses, and why; the platform methods to try. Constants in, constants out."""
+    decision = _decision_while_tracing(class_key, enabled, device_type, dtype)
+    refused = (decision.refused[0].candidate, decision.refused[0].why) if decision.refused else None
+    return refused, tuple(m for m in (decision.method, *decision.fallbacks) if m not in (None, NATIVE))
 
 
 def lineage_of(cls: type, built: int | None = None) -> Lineage:
     """Which class serves where ``cls`` is asked for; ``built`` is the serial of an object that exists already."""
     replacement = registry.replacement_of(cls)
     if replacement is not None and built is None:
-        return Lineage(cls, replacement.cls, True, f"{registry.origin(replacement.cls)} is registered out of tree for {cls.__name__}")
+        return Lineage(
+            cls,
+            replacement.cls,
+            True,
+            f"{registry.origin(replacement.cls)} is registered out of tree for {cls.__name__}",
+        )
     if replacement is not None and built is not None and built < replacement.serial:
-        return Lineage(cls, cls, False, f"built before {registry.origin(replacement.cls)} was registered for {cls.__name__}")
+        return Lineage(
+            cls, cls, False, f"built before {registry.origin(replacement.cls)} was registered for {cls.__name__}"
+        )
+    if replacement is not None:
+        return Lineage(
+            cls,
+            cls,
+            False,
+            f"built or loaded as {cls.__name__}, where {registry.origin(replacement.cls)} did not replace it",
+        )
     if registry.is_replacement(cls):
         return Lineage(cls, cls, True, f"{registry.origin(cls)} is an out-of-tree replacement")
     for parent in cls.__mro__[1:]:
         over = registry.replacement_of(parent)
         if over is not None:
-            return Lineage(cls, cls, False, f"{cls.__qualname__} has no replacement; its parent {parent.__qualname__} has {registry.origin(over.cls)}, which serves that class only")
-    lost = heritage.note(cls.__name__)
+            return Lineage(
+                cls,
+                cls,
+                False,
+                f"{cls.__qualname__} has no replacement; its parent {parent.__qualname__} has "
+                f"{registry.origin(over.cls)}, which serves that class only",
+            )
+    lost = heritage.note(cls)
     if lost is not None:
         return Lineage(cls, cls, False, lost)
     return Lineage(cls, cls, False, f"{cls.__qualname__} is the in-tree class and has no replacement")
@@ -437,6 +581,12 @@ def explain(
 ) -> Decision:
     """The decision for an op by name or class, on this platform or a named one, without running it."""
     cls = registry.find(op) if isinstance(op, str) else op
+    if not (isinstance(cls, type) and issubclass(cls, CustomOp)):
+        raise UsageError(
+            f"explain takes an op's name or class, not {op!r}. Write explain('rms_norm'); for an object, "
+            "op.decision(x)."
+        )
+    load_general_plugins()
     facts: Facts = platforms.facts_of_platform(platform, dtype, shape)
     verdict = (config or current_config()).verdict(getattr(cls, "name", None))
     return decide(lineage_of(cls), facts, verdict)

@@ -1,7 +1,7 @@
 """The decision: which class and method serve an op here, and why (contract D1).
 
-``decide`` is pure: facts in, a ``Decision`` out. Everything that reports a decision or acts on one - the dispatch itself,
-``explain``, ``list``, the report of ``apply``, the counters - reads the record that this function made.
+``decide`` is pure: facts in, a ``Decision`` out. Everything that reports a decision or acts on one - the dispatch
+itself, ``explain``, ``list``, the report of ``apply``, the counters - reads the record that this function made.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ CHAINS: dict[str, tuple[str, ...]] = {
     "tpu": ("forward_tpu", NATIVE),
     "oot": ("forward_oot", NATIVE),
     "meta": (NATIVE,),
+    "wrapped": (NATIVE,),  # tensor subclasses without memory of their own
 }
 
 
@@ -91,6 +92,7 @@ class Decision:
     dtype: str | None
     rejected: tuple[Rejected, ...]
     fallbacks: tuple[str, ...]
+    refused: tuple[Rejected, ...] = ()  # kernels that come earlier, and what they need that is not there
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -110,13 +112,13 @@ class Decision:
 def implemented(cls: type, method: str) -> bool:
     """Whether ``cls`` or an ancestor other than the base class defines ``method`` (contract section 2)."""
     found = getattr(cls, method, None)
-    return found is not None and not getattr(found, "__opmux_abstract__", False)
+    return callable(found) and not getattr(found, "__opmux_abstract__", False)
 
 
 def chain_for(lineage: Lineage, kind: str) -> tuple[str, ...]:
     """The methods to try, in order. A replacement's own ``forward_oot`` comes first on every platform."""
     chain = CHAINS[kind]
-    if lineage.replacement and implemented(lineage.chosen, "forward_oot") and kind not in ("oot", "meta"):
+    if lineage.replacement and implemented(lineage.chosen, "forward_oot") and kind not in ("oot", "meta", "wrapped"):
         return ("forward_oot", *chain)
     return chain
 
@@ -128,6 +130,7 @@ def decide(
     *,
     enforce_enable: bool = False,
     call: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+    needs_grad: bool = False,
     notes: tuple[str, ...] = (),
 ) -> Decision:
     """Choose the method that serves ``lineage.chosen`` under ``facts`` and ``verdict``.
@@ -138,6 +141,7 @@ def decide(
         verdict: what the directives in force say about the op.
         enforce_enable: the object was built with ``enforce_enable=True`` (contract D2).
         call: bound ``self`` and arguments of one call, for the requirements that look at the call itself.
+        needs_grad: the call needs a gradient, which native has, and a kernel only if it declares so (contract D6).
         notes: further sentences for the record.
     """
     cls = lineage.chosen
@@ -145,9 +149,14 @@ def decide(
     directive = "enforce_enable=True at construction, whatever the directives say" if enforce_enable else verdict.why
     chain = chain_for(lineage, facts.kind)
     rejected: list[Rejected] = []
+    refused: list[Rejected] = []
     usable: list[str] = []
     for method in chain:
-        why_not = _refusal(cls, method, facts, enabled, directive, call)
+        why_not = _missing(cls, method, enabled, directive)
+        if why_not is None and method != NATIVE:
+            why_not = _refusal(cls, method, facts, call, needs_grad)
+            if why_not is not None and not usable:
+                refused.append(Rejected(method, why_not))
         if why_not is None and usable:
             why_not = f"{usable[0]} comes first in the chain and takes the call"
             usable.append(method)
@@ -164,7 +173,7 @@ def decide(
         defined_by=_owner(cls, chosen),
         provider=cls.__module__.partition(".")[0],
         enabled=enabled,
-        why=_why(cls, chosen, chain, facts, enabled, directive),
+        why=_why(cls, chosen, rejected, facts, enabled, directive),
         class_why=lineage.why,
         directive=directive,
         directive_source="constructor" if enforce_enable else verdict.source,
@@ -173,27 +182,27 @@ def decide(
         dtype=None if facts.dtype is None else str(facts.dtype).removeprefix("torch."),
         rejected=tuple(rejected),
         fallbacks=tuple(usable[1:]),
+        refused=tuple(refused),
         notes=notes,
     )
 
 
-def _refusal(
-    cls: type,
-    method: str,
-    facts: Facts,
-    enabled: bool,
-    directive: str,
-    call: tuple[tuple[Any, ...], dict[str, Any]] | None,
-) -> str | None:
+def _missing(cls: type, method: str, enabled: bool, directive: str) -> str | None:
     if not implemented(cls, method):
         return f"{cls.__qualname__} defines no {method}"
-    if method == NATIVE:
-        return None
-    if not enabled:
+    if method != NATIVE and not enabled:
         return f"the op is disabled: {directive}"
+    return None
+
+
+def _refusal(
+    cls: type, method: str, facts: Facts, call: tuple[tuple[Any, ...], dict[str, Any]] | None, needs_grad: bool
+) -> str | None:
     function: Callable[..., Any] = getattr(cls, method)
     needs = requirements_of(function)
     refusal = needs.refusal(facts)
+    if refusal is None and needs_grad and not needs.differentiable:
+        refusal = "has no backward, and an input needs a gradient"
     if refusal is None and needs.when is not None and call is not None:
         refusal = needs.when(*call[0], **call[1])
     return refusal
@@ -205,11 +214,13 @@ def _owner(cls: type, method: str | None) -> str | None:
     return next((c.__qualname__ for c in cls.__mro__ if method in c.__dict__), None)
 
 
-def _why(
-    cls: type, chosen: str | None, chain: tuple[str, ...], facts: Facts, enabled: bool, directive: str
-) -> str:
+def _why(cls: type, chosen: str | None, rejected: list[Rejected], facts: Facts, enabled: bool, directive: str) -> str:
     if chosen is None:
-        return f"{cls.__qualname__} implements none of {', '.join(chain)}, so it cannot run on {facts.platform}"
+        return f"no method of its chain can run ({'; '.join(f'{r.candidate}: {r.why}' for r in rejected)})"
+    if facts.kind == "wrapped":
+        return (
+            "a tensor subclass without memory of its own (FakeTensor, DTensor) is given, so the definition runs on it"
+        )
     if facts.kind == "meta":
         return "meta tensors hold no data, so the definition gives their shape and dtype"
     if not enabled:
@@ -218,4 +229,6 @@ def _why(
         return f"no kernel of {cls.__qualname__} can serve {facts.platform} here, so its definition runs"
     if chosen == "forward_oot" and facts.kind != "oot":
         return f"{cls.__qualname__} is an out-of-tree replacement that defines forward_oot, used on every platform"
-    return f"the op is enabled ({directive}) and {chosen} is the first method of the {facts.platform} chain that can run"
+    return (
+        f"the op is enabled ({directive}) and {chosen} is the first method of the {facts.platform} chain that can run"
+    )

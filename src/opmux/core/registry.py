@@ -35,7 +35,7 @@ class _State:
     """What the two public dictionaries do not say."""
 
     replacements: dict[str, Replacement] = field(default_factory=dict)  # origin of the in-tree class -> replacement
-    pending: dict[str, type] = field(default_factory=dict)  # lazy=True: target name -> class that waits for it
+    pending: dict[str, Pending] = field(default_factory=dict)  # lazy=True, by target name
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,14 @@ class Replacement:
     target: str
     cls: type
     serial: int
+    scope: Callable[[], bool] | None = None
+
+
+@dataclass(frozen=True)
+class Pending:
+    """An OOT class that waits for its target to be registered."""
+
+    cls: type
     scope: Callable[[], bool] | None = None
 
 
@@ -60,8 +68,25 @@ def next_serial() -> int:
 
 
 def origin(cls: type) -> str:
-    """Module and qualified name: what makes a class the same class after a module reload."""
+    """Module and qualified name, for messages and as a key."""
     return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def same(one: type, other: type) -> bool:
+    """Whether two class objects are one class: reloaded, or its file imported under two module names."""
+    if one is other:
+        return True
+    if one.__qualname__ != other.__qualname__:
+        return False
+    if "<locals>" in one.__qualname__:  # two functions' classes, or one's second, may have one qualified name
+        return _source(one) == _source(other)
+    return one.__module__ == other.__module__ or None is not _source(one)[0] == _source(other)[0]
+
+
+def _source(cls: type) -> tuple[str | None, int]:
+    """File and line of the first function that ``cls`` defines."""
+    codes = (getattr(value, "__code__", None) for value in vars(cls).values())
+    return next(((code.co_filename, code.co_firstlineno) for code in codes if code is not None), (None, 0))
 
 
 # -- the catalogue ---------------------------------------------------------------------------------------------------
@@ -79,8 +104,8 @@ def load_catalogues() -> None:
 
     for module in _catalogues:
         if module not in _loaded:
-            _loaded.add(module)
             importlib.import_module(module).load_all()
+            _loaded.add(module)
     load_general_plugins()
 
 
@@ -105,89 +130,112 @@ def find(name: str) -> type:
 
 def register(cls: type, name: str, base: type) -> type:
     """Add ``cls`` to the in-tree registry under ``name`` (contract R2, R6)."""
-    if not isinstance(name, str) or not name.isidentifier() or name != name.lower():
+    if not isinstance(name, str) or not name.isidentifier() or name != name.lower() or name in ("all", "none"):
         raise RegistrationError(
-            f"An op is registered under a snake_case name; {name!r} is none. Write @CustomOp.register('my_op')."
+            f"An op is registered under a snake_case name other than 'all' and 'none'; got {name!r}. Write "
+            "@CustomOp.register('my_op')."
         )
     if not (isinstance(cls, type) and issubclass(cls, base)):
-        raise RegistrationError(f"{cls!r} cannot be registered as {name!r}: it is not a subclass of {base.__name__}.")
-    taken = op_registry.get(name)
-    if taken is not None and origin(taken) != origin(cls):
         raise RegistrationError(
-            f"The op name {name!r} is taken by {origin(taken)}; {origin(cls)} needs another name, or register_oot "
-            f"to replace {taken.__name__}."
+            f"{_describe(cls)} cannot be registered as {name!r}: it is not a subclass of {base.__name__}. Write "
+            f"class {getattr(cls, '__name__', 'MyOp')}({base.__name__})."
         )
-    for other in op_registry.values():
-        if other.__name__ == cls.__name__ and origin(other) != origin(cls):
+    for known, other in op_registry.items():
+        if same(other, cls):
+            if known != name:
+                raise RegistrationError(
+                    f"{origin(cls)} is registered as {known!r} already and cannot be {name!r} too: directives go by "
+                    "one name."
+                )
+        elif known == name:
             raise RegistrationError(
-                f"{origin(cls)} cannot be registered: the class name {cls.__name__} belongs to {origin(other)}, and "
-                "directives and OOT registrations go by class name too. Rename the class."
+                f"The op name {name!r} is taken by {origin(other)}; {origin(cls)} needs another name, or register_oot "
+                f"to replace {other.__name__}."
+            )
+        elif cls.__name__ in (other.__name__, known) or name == other.__name__:
+            raise RegistrationError(
+                f"{origin(cls)} cannot be registered as {name!r}: {origin(other)}, registered as {known!r}, goes by "
+                "one of these names, and directives and OOT registrations take class names too. Rename the class."
             )
     check_signatures(cls)
     op_registry[name] = cls
     cls.name = name  # type: ignore[attr-defined]
     for key in (name, cls.__name__):
-        if key in _state.pending:
-            waiting = _state.pending.pop(key)
+        waiting = _state.pending.pop(key, None)
+        if waiting is not None:
             op_registry_oot.pop(key, None)
-            _replace(cls, waiting, None)
+            _replace(cls, waiting.cls, waiting.scope)
     return cls
 
 
 def registered_ancestor(cls: type) -> type | None:
     """The nearest class in ``cls``'s ancestry (itself included) that is registered in-tree (contract R9)."""
-    origins = {origin(c): c for c in op_registry.values()}
-    for ancestor in cls.__mro__:
-        if origin(ancestor) in origins:
-            return ancestor
-    return None
+    return next((a for a in cls.__mro__ if any(same(a, c) for c in op_registry.values())), None)
 
 
 # -- out of tree -----------------------------------------------------------------------------------------------------
 
 
 def register_oot(
-    cls: type, target: str | type, *, lazy: bool = False, scope: Callable[[], bool] | None = None
+    cls: type, target: str | type, base: type, *, lazy: bool = False, scope: Callable[[], bool] | None = None
 ) -> type:
     """Make ``cls`` the replacement of ``target``, an in-tree class, its name, or its registered name (R3-R6)."""
+    if not isinstance(target, (str, type)):
+        raise RegistrationError(
+            f"register_oot got the target {target!r}; it takes the name of an op or its class: "
+            "@CustomOp.register_oot('RMSNorm')."
+        )
+    if scope is not None and not callable(scope):
+        raise RegistrationError(f"register_oot got scope={scope!r}; it takes a function that returns True or False.")
     in_tree = target if isinstance(target, type) else _resolve(target, lazy)
-    if in_tree is None:
-        assert isinstance(target, str)
-        _state.pending[target] = cls
-        op_registry_oot[target] = cls
-        return cls
-    return _replace(in_tree, cls, scope)
+    if in_tree is not None:
+        return _replace(in_tree, cls, scope)
+    if not (isinstance(cls, type) and issubclass(cls, base)):
+        raise RegistrationError(
+            f"{_describe(cls)} cannot wait for {target!r}: it is not a subclass of {base.__name__}."
+        )
+    waiting = _state.pending.get(str(target))
+    if waiting is not None and not same(waiting.cls, cls):
+        raise RegistrationError(
+            f"{origin(waiting.cls)} waits for {target!r} already; {origin(cls)} was not registered. Uninstall one of "
+            "the two."
+        )
+    _state.pending[str(target)] = Pending(cls, scope)
+    op_registry_oot[str(target)] = cls
+    return cls
 
 
 def replacement_of(cls: type) -> Replacement | None:
     """The replacement in force for exactly this class, never for its subclasses (R7)."""
     found = _state.replacements.get(origin(cls))
-    if found is None or (found.scope is not None and not found.scope()):
+    # The public dictionary has the last word: an entry that a caller removed from it is gone.
+    if found is None or op_registry_oot.get(found.target) is not found.cls:
         return None
-    return found
+    return found if found.scope is None or found.scope() else None
 
 
 def pending() -> dict[str, type]:
     """Replacements registered with ``lazy=True`` whose target has not appeared."""
-    return dict(_state.pending)
+    return {target: waiting.cls for target, waiting in _state.pending.items()}
 
 
 def is_replacement(cls: type) -> bool:
     """Whether ``cls`` (or an ancestor) was registered out of tree."""
-    origins = {origin(r.cls) for r in _state.replacements.values()}
-    return any(origin(ancestor) in origins for ancestor in cls.__mro__)
+    return any(same(ancestor, r.cls) for ancestor in cls.__mro__ for r in _state.replacements.values())
 
 
 @contextlib.contextmanager
 def oot_scope() -> Iterator[None]:
     """Undo, on exit, every registration made inside (contract R10)."""
-    saved = dict(op_registry), dict(op_registry_oot), dict(_state.replacements), dict(_state.pending)
+    load_catalogues()  # what is loaded on demand belongs to the process, not to the first scope that needs it
+    live: tuple[dict[str, Any], ...] = (op_registry, op_registry_oot, _state.replacements, _state.pending)
+    saved = [dict(table) for table in live]
     try:
         yield
     finally:
-        for live, old in zip((op_registry, op_registry_oot, _state.replacements, _state.pending), saved, strict=True):
-            live.clear()
-            live.update(old)  # type: ignore[arg-type]
+        for table, old in zip(live, saved, strict=True):
+            table.clear()
+            table.update(old)
         heritage.publish(_state.replacements)
 
 
@@ -207,25 +255,37 @@ def _resolve(target: str, lazy: bool) -> type | None:
 
 
 def _replace(in_tree: type, cls: type, scope: Callable[[], bool] | None) -> type:
-    if not (isinstance(cls, type) and issubclass(cls, in_tree)):
+    if not isinstance(cls, type) or not any(same(ancestor, in_tree) for ancestor in cls.__mro__):
         raise RegistrationError(
             f"{_describe(cls)} cannot replace {origin(in_tree)}: a replacement must be a subclass of the class that it "
             f"replaces. Write class {getattr(cls, '__name__', 'MyOp')}({in_tree.__name__})."
         )
-    if cls is in_tree:
-        raise RegistrationError(f"{origin(cls)} cannot replace itself.")
-    if registered_ancestor(in_tree) is not in_tree:
+    if same(cls, in_tree):
+        raise RegistrationError(f"{origin(cls)} cannot replace itself. Derive a class from it and register that.")
+    if registered_ancestor(in_tree) is None:
         raise RegistrationError(
-            f"{origin(in_tree)} is not registered in-tree, so nothing can replace it. Register it first with "
-            "@CustomOp.register('name')."
+            f"{origin(in_tree)} is not registered in-tree, nor is an ancestor, so nothing can replace it. Register it "
+            "first with @CustomOp.register('name')."
         )
+    for name, other in op_registry.items():
+        if same(other, cls):
+            raise RegistrationError(
+                f"{origin(cls)} is registered in-tree as {name!r}, and a replacement goes by the name of what it "
+                "replaces. Register it in one way only."
+            )
+        if other.__name__ == in_tree.__name__ and not same(other, in_tree):
+            raise RegistrationError(
+                f"{origin(in_tree)} cannot be replaced: the class name {in_tree.__name__} belongs to {origin(other)}. "
+                "Rename the class."
+            )
     taken = op_registry_oot.get(in_tree.__name__)
-    if taken is not None and origin(taken) != origin(cls):
+    if taken is not None and not same(taken, cls):
         raise RegistrationError(
             f"{in_tree.__name__} already has the OOT replacement {origin(taken)}; {origin(cls)} was not registered. "
             "Only one can be in force: uninstall one, or scope them with opmux.oot_scope()."
         )
     check_signatures(cls)
+    cls.name = in_tree.name  # type: ignore[attr-defined]  # directives control both alike, whatever the class says
     op_registry_oot[in_tree.__name__] = cls
     _state.replacements[origin(in_tree)] = Replacement(in_tree.__name__, cls, next_serial(), scope)
     heritage.publish(_state.replacements)
@@ -244,21 +304,24 @@ def check_signatures(cls: type) -> None:
     native = getattr(cls, "forward_native", None)
     if native is not None and _is_implemented(cls, "forward_native"):
         for method in PLATFORM_METHODS:
+            if cls.__dict__.get(method, _is_implemented) is not None and not callable(getattr(cls, method)):
+                raise RegistrationError(f"{origin(cls)}.{method} is {getattr(cls, method)!r}; it must be a method.")
             if _is_implemented(cls, method):
                 _require_accepts(cls, method, getattr(cls, method), "forward_native", native)
     for method in ("forward_native", *PLATFORM_METHODS):
         own = cls.__dict__.get(method)
-        if own is None:
+        if own is None or not callable(own):
             continue
         for ancestor in cls.__mro__[1:]:
-            if method in ancestor.__dict__ and _is_implemented(ancestor, method):
+            if ancestor.__dict__.get(method) is not None and _is_implemented(ancestor, method):
                 where = f"{ancestor.__qualname__}.{method}"
                 _require_accepts(cls, method, own, where, ancestor.__dict__[method])
                 break
 
 
 def _is_implemented(cls: type, method: str) -> bool:
-    return not getattr(getattr(cls, method, None), "__opmux_abstract__", method not in dir(cls))
+    found = getattr(cls, method, None)
+    return callable(found) and not getattr(found, "__opmux_abstract__", False)
 
 
 def _require_accepts(cls: type, name: str, method: Callable[..., Any], wanted_name: str, wanted: Any) -> None:
@@ -292,8 +355,10 @@ def _narrower(have: inspect.Signature, want: inspect.Signature) -> str | None:
             return f"it takes {len(positional)} positional parameters, {p.name!r} is number {index + 1}"
         if by_position and index < len(positional) and positional[index].name != p.name:
             return f"parameter {index + 1} is called {positional[index].name!r}, not {p.name!r}"
-        if mine is None and not takes_kwargs and not (by_position and takes_args):
+        if mine is None and not takes_kwargs and p.kind is not kinds.POSITIONAL_ONLY:
             return f"parameter {p.name!r} is missing"
+        if mine is not None and mine.kind is kinds.POSITIONAL_ONLY and p.kind is not kinds.POSITIONAL_ONLY:
+            return f"parameter {p.name!r} cannot be given by name"
         if mine is not None and p.default is not kinds.empty and mine.default is kinds.empty:
             return f"parameter {p.name!r} has no default"
     names = {p.name for p in wanted}

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
+from .errors import RegistrationError
+
+if TYPE_CHECKING:
     from .decide import Facts
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -40,7 +42,9 @@ class Requirements:
         if self.isa is not None and facts.isa is not None:
             wanted = [name.strip() for name in self.isa.split("|")]
             if not facts.isa.intersection(wanted):
-                return f"needs {' or '.join(wanted)}; this processor has {', '.join(sorted(facts.isa)) or 'none of them'}"
+                return (
+                    f"needs {' or '.join(wanted)}; this processor has {', '.join(sorted(facts.isa)) or 'none of them'}"
+                )
         if self.triton and facts.triton is not None:
             return f"needs Triton: {facts.triton}"
         if self.pallas and facts.pallas is not None:
@@ -77,6 +81,12 @@ def requires(
             or None. Keep it cheap.
         differentiable: the kernel declares a backward, so calls that need a gradient may use it (contract D6).
     """
+    if dtypes is not None and not (isinstance(dtypes, tuple) and all(isinstance(d, torch.dtype) for d in dtypes)):
+        raise RegistrationError(f"@requires got dtypes={dtypes!r}; it takes a tuple of dtypes, as (torch.float32,).")
+    if capability is not None and not (isinstance(capability, tuple) and len(capability) == 2):
+        raise RegistrationError(f"@requires got capability={capability!r}; it takes (major, minor), as (8, 0).")
+    if when is not None and not callable(when):
+        raise RegistrationError(f"@requires got when={when!r}; it takes a function of the method's own arguments.")
     needs = Requirements(dtypes, native_library, isa, triton, pallas, capability, when, differentiable)
 
     def mark(method: Method) -> Method:

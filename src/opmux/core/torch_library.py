@@ -18,10 +18,10 @@ NAMESPACE = "opmux"
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")  # type: ignore[no-untyped-call]
 _bodies: dict[str, Callable[..., Any]] = {}
 _fakes: dict[str, Callable[..., Any]] = {}
-_definitions: dict[str, tuple[str, str]] = {}  # name -> (origin, schema)
+_definitions: dict[str, tuple[str, str, str]] = {}  # name -> (function and file, schema, place for messages)
 
 
 def opaque(*, fake: Callable[..., Any]) -> Callable[[Function], Function]:
@@ -35,7 +35,7 @@ def opaque(*, fake: Callable[..., Any]) -> Callable[[Function], Function]:
     def wrap(function: Function) -> Function:
         name = function.__name__
         schema = torch.library.infer_schema(function, mutates_args=(), op_name=name)
-        _define(name, schema, f"{function.__module__}.{function.__qualname__}", function, fake)
+        _define(name, schema, function, fake)
         op = getattr(getattr(torch.ops, NAMESPACE), name).default
         compiling = torch.compiler.is_compiling
 
@@ -52,20 +52,27 @@ def opaque(*, fake: Callable[..., Any]) -> Callable[[Function], Function]:
 
 def defined() -> dict[str, str]:
     """Every op that was defined -> its schema."""
-    return {name: schema for name, (_, schema) in _definitions.items()}
+    return {name: schema for name, (_, schema, _) in _definitions.items()}
 
 
-def _define(name: str, schema: str, origin: str, body: Callable[..., Any], fake: Callable[..., Any]) -> None:
+def _define(name: str, schema: str, body: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    code = body.__code__
+    # The file, not the module: a file that is imported under two names defines the same kernels twice.
+    identity = (f"{body.__qualname__} in {code.co_filename}", schema)
     known = _definitions.get(name)
-    if known is not None and known != (origin, schema):
+    if known is not None and known[:2] != identity:
         raise RegistrationError(
-            f"The kernel name {NAMESPACE}::{name} is taken by {known[0]} ({known[1]}); {origin} ({schema}) needs "
+            f"The kernel name {NAMESPACE}::{name} is taken by {known[2]} ({known[1]}); {_place(body)} ({schema}) needs "
             "another function name."
         )
     _bodies[name], _fakes[name] = body, fake
-    if known is not None:
-        return
-    _definitions[name] = (origin, schema)
-    _library.define(schema)
-    _library.impl(name, lambda *args: _bodies[name](*args), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *args: _fakes[name](*args), lib=_library)
+    _definitions[name] = (*identity, _place(body))
+    if known is None:
+        _library.define(schema)  # type: ignore[no-untyped-call]
+        implementation = "CompositeExplicitAutograd"
+        _library.impl(name, lambda *args: _bodies[name](*args), implementation)  # type: ignore[no-untyped-call]
+        torch.library.register_fake(f"{NAMESPACE}::{name}", lambda *args: _fakes[name](*args), lib=_library)
+
+
+def _place(function: Callable[..., Any]) -> str:
+    return f"{function.__module__}.{function.__qualname__} (line {function.__code__.co_firstlineno})"

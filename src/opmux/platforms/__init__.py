@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from ..core.decide import Facts
+from ..core.decide import CHAINS, Facts
 from ..core.errors import HardwareMissingError, PlatformError, did_you_mean
 from ..core.plugins import PLATFORM_GROUP, load_group
 from .cpu import CpuPlatform
@@ -57,7 +58,7 @@ def current() -> Current:
 
 def by_name(name: str) -> type[Platform]:
     """The platform that goes by ``name``."""
-    known = {p.name: p for p in (*BUILT_IN, OotPlatform)} | vendors()
+    known = {p.name: p for p in BUILT_IN} | {OotPlatform.name: OotPlatform} | vendors()
     if name not in known:
         raise PlatformError(f"There is no platform {name!r}. {did_you_mean(name, known)}")
     return known[name]
@@ -67,17 +68,38 @@ def vendors() -> dict[str, type[Platform]]:
     """The platforms that plugins brought, by name."""
     global _vendors
     if _vendors is None:
-        _vendors = {}
-        for plugin, platform in load_group(PLATFORM_GROUP):
+        found: dict[str, tuple[str, type[Platform]]] = {}
+        for plugin, platform in load_group(PLATFORM_GROUP, _check_platform):
             if platform is None:
                 continue
-            if not (isinstance(platform, type) and issubclass(platform, Platform)):
+            if platform.name in found and found[platform.name][1] is not platform:
                 raise PlatformError(
-                    f"The platform plugin {plugin!r} returned {platform!r}; it must return a subclass of "
-                    "opmux.platforms.Platform, or None where its hardware is not there."
+                    f"The platform plugins {found[platform.name][0]!r} and {plugin!r} both bring a platform called "
+                    f"{platform.name!r}. Name the plugins to load in OPMUX_PLUGINS."
                 )
-            _vendors[platform.name] = platform
+            found[platform.name] = plugin, platform
+        _vendors = {name: platform for name, (_, platform) in found.items()}
     return _vendors
+
+
+def _check_platform(platform: Any) -> None:
+    if platform is None:
+        return
+    if not (isinstance(platform, type) and issubclass(platform, Platform)):
+        raise TypeError(
+            f"it returned {platform!r}; it must return a subclass of opmux.platforms.Platform, or None where its "
+            "hardware is not there"
+        )
+    for attribute in ("name", "kind", "device_type"):
+        if not isinstance(getattr(platform, attribute, None), str):
+            raise TypeError(f"its platform {platform.__qualname__} sets no {attribute} (a string)")
+    if platform.kind not in CHAINS:
+        raise TypeError(
+            f"its platform {platform.__qualname__} has kind {platform.kind!r}; there are {', '.join(CHAINS)}"
+        )
+    if platform.name in {p.name for p in BUILT_IN}:
+        raise TypeError(f"its platform {platform.__qualname__} is called {platform.name!r} like a built-in one")
+    platform.detect()  # one that raises fails here, under its plugin's name
 
 
 def facts_for(device: torch.device | None, dtype: torch.dtype | None, shape: tuple[int, ...] | None) -> Facts:
@@ -104,15 +126,14 @@ def facts_of_platform(name: str | None, dtype: torch.dtype | None, shape: tuple[
 
 
 def require_hardware(method: str, device_type: str) -> None:
-    """Raise if a GPU kernel is about to get tensors that it cannot read."""
-    if device_type in ("cuda", "xpu") or triton_interprets():
-        return
+    """Raise if a Triton kernel of a platform that was forced is about to get CPU tensors, which it cannot read."""
     here = current()
-    forced = f"{VARIABLE}={os.environ[VARIABLE]} is set, but " if os.environ.get(VARIABLE) else ""
+    if here.present or device_type != "cpu" or triton_interprets():
+        return
     raise HardwareMissingError(
-        f"{method} was decided for platform {here.platform.name!r} and got tensors on {device_type!r}: {forced}this process "
-        f"has no such hardware. Unset {VARIABLE}, move the tensors to the device, or set TRITON_INTERPRET=1 before "
-        "Triton is imported to run its kernels in the interpreter."
+        f"{method} was decided for platform {here.platform.name!r} ({here.how}) and got tensors on {device_type!r}: "
+        f"this process has no such hardware. Unset {VARIABLE}, or set TRITON_INTERPRET=1 before Triton is imported to "
+        "run its kernels in the interpreter."
     )
 
 
@@ -126,8 +147,8 @@ def _detect() -> Current:
     if len(claims) > 1:
         names = " and ".join(repr(p.name) for p, _ in claims)
         raise PlatformError(
-            f"The platform plugins {names} both claim this machine. Set {VARIABLE} to the one to use, or name the plugins "
-            "to load in OPMUX_PLUGINS."
+            f"The platform plugins {names} both claim this machine. Set {VARIABLE} to the one to use, or name the "
+            "plugins to load in OPMUX_PLUGINS."
         )
     if claims:
         return Current(*claims[0], present=True)

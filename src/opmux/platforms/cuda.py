@@ -30,6 +30,4 @@ class CudaPlatform(Platform):
         if not present:
             return Facts(cls.name, cls.kind, cls.device_type, dtype, shape)
         capability = torch.cuda.get_device_capability(device)
-        return Facts(
-            cls.name, cls.kind, cls.device_type, dtype, shape, capability=capability, triton=triton_missing()
-        )
+        return Facts(cls.name, cls.kind, cls.device_type, dtype, shape, capability=capability, triton=triton_missing())

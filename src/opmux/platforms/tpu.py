@@ -30,5 +30,7 @@ class TpuPlatform(Platform):
     def facts(
         cls, device: torch.device | None, dtype: torch.dtype | None, shape: tuple[int, ...] | None, present: bool
     ) -> Facts:
-        missing = "JAX is not installed; `pip install 'opmux[tpu]'`" if importlib.util.find_spec("jax") is None else None
+        missing = (
+            "JAX is not installed; `pip install 'opmux[tpu]'`" if importlib.util.find_spec("jax") is None else None
+        )
         return Facts(cls.name, cls.kind, cls.device_type, dtype, shape, pallas=missing if present else None)
