@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,14 +20,14 @@ def check_gated(op: str, x: Tensor) -> None:
         raise ValueError(f"{op} splits the last dimension in two halves; x has shape {tuple(x.shape)}, which is odd there.")
 
 
-def gated_cases() -> Iterator[Case]:
-    """Widths of real models at several token counts, and the edges."""
+def gated_cases(variants: Sequence[dict[str, Any]] = ({},)) -> Iterator[Case]:
+    """Widths of real models at several token counts, and the edges, for each of the constructor's ``variants``."""
     sizes = [(t, d) for d in (1536, 14336) for t in (1, 64, 1024, 16384)]
     edges = [(0, 64), (7, 0), (7, 1), (7, 3), (7, 65), (3, 769), (2, 65537)]
-    for tokens, width in [*sizes, *edges]:
+    for init, (tokens, width) in itertools.product(variants, [*sizes, *edges]):
         yield Case(
-            name=f"T={tokens} d={width}",
-            init={},
+            name=" ".join([f"T={tokens} d={width}", *(f"{k}={v}" for k, v in init.items())]),
+            init=dict(init),
             args=lambda i, t=tokens, d=width: (i.randn(t, 2 * d, scale=2.0),),
             dims={"T": tokens, "d": width},
             bench=(tokens, width) in sizes,

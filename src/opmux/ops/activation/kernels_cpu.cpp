@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "abi.h"
+#include "memory.h"
 #include "threads.h"
 #include "vec.h"
 #include "vec_math.h"
@@ -60,6 +61,7 @@ struct Gated {
 
 template <class T, class Activation>
 void gated(const Gated& p, const Activation& activation) {
+  expect_output(p.out, p.rows * p.width * sizeof(T));
   parallel_pieces(p.rows, p.width, 3 * sizeof(T) + kComputeBytes, [&](int64_t row, int64_t first, int64_t columns) {
     const T* gate = static_cast<const T*>(p.gate) + row * p.gate_stride + first;
     const T* up = static_cast<const T*>(p.up) + row * p.up_stride + first;
@@ -82,6 +84,7 @@ struct Rows {
 
 template <class T, class Activation>
 void elementwise(const Rows& p, const Activation& activation) {
+  expect_output(p.out, p.rows * p.width * sizeof(T));
   parallel_pieces(p.rows, p.width, 2 * sizeof(T) + kComputeBytes, [&](int64_t row, int64_t first, int64_t columns) {
     const T* x = static_cast<const T*>(p.x) + row * p.stride + first;
     T* out = static_cast<T*>(p.out) + row * p.width + first;

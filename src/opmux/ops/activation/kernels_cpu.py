@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from opmux.core.torch_library import opaque
@@ -112,3 +114,11 @@ def gelu_and_mul_sparse_cpu(x: Tensor, multiplier: float, by_tanh: bool) -> Tens
         multiplier, by_tanh,
     )  # fmt: skip
     return out
+
+
+@opaque(fake=lambda x, *_: x.new_empty(x.shape))
+def xielu_cpu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
+    """xIELU of x [...]; the parameters are scalars in tensors, the slopes stored as inverse softplus."""
+    slopes = F.softplus(torch.stack([alpha_p.detach().float().squeeze(), alpha_n.detach().float().squeeze()])).tolist()
+    shift, bound = float(beta), float(eps)
+    return activation_cpu(x, "xielu", [slopes[0], shift + slopes[1], shift, bound])

@@ -1,0 +1,60 @@
+"""GELU by tanh, as an older form writes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ...core.cases import FLOATS, Case, Cost, Tolerance
+from ...core.custom_op import CustomOp
+from ...core.lazy import lazy_module
+from ...core.numerics import wide
+from ...core.requires import requires
+from . import kernels_cpu
+from .elementwise import check_floating, elementwise_cases, elementwise_cost
+
+__all__ = ["FastGELU"]
+
+kernels_triton = lazy_module("opmux.ops.activation.kernels_triton")
+
+
+@CustomOp.register("gelu_fast")
+class FastGELU(CustomOp):
+    """``0.5 x (1 + tanh(0.7978845608 x (1 + 0.044715 x^2)))``: ``gelu_new`` with the constant rounded.
+
+    Shapes:  x [...] -> [...].
+    Dtypes:  fp32, fp16, bf16; computed in fp32, rounded once to x's dtype.
+    Edges:   as of ``gelu_new``.
+    Mutates: nothing.      Grad: native only.
+    Errors:  TypeError for integer x.
+    Source:  Hendrycks and Gimpel 2016, arXiv 1606.08415.
+    """
+
+    tolerance = Tolerance(ulp=1.0, fp32=64.0, scale=1.0)
+
+    def forward_native(self, x: Tensor) -> Tensor:
+        check_floating("gelu_fast", x)
+        wide_x = wide(x)
+        return (0.5 * wide_x * (1 + torch.tanh(0.7978845608 * wide_x * (1 + 0.044715 * wide_x**2)))).to(x.dtype)
+
+    @requires(dtypes=FLOATS, native_library=True)
+    def forward_cpu(self, x: Tensor) -> Tensor:
+        check_floating("gelu_fast", x)
+        return kernels_cpu.activation_cpu(x, "gelu_tanh", [])
+
+    @requires(dtypes=FLOATS, triton=True)
+    def forward_cuda(self, x: Tensor) -> Tensor:
+        check_floating("gelu_fast", x)
+        return kernels_triton.activation_triton(x, "gelu_tanh", [])
+
+    forward_hip = forward_xpu = forward_cuda
+
+    @classmethod
+    def cases(cls) -> Iterator[Case]:
+        yield from elementwise_cases()
+
+    @classmethod
+    def cost(cls, case: Case, dtype: torch.dtype) -> Cost:
+        return elementwise_cost(case, dtype)
