@@ -1,0 +1,115 @@
+"""A dynamic cache layer that grows in place instead of copying the whole cache at every step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+_STEP = 256  # room is made for so many more tokens, or for a quarter as many again
+
+
+class GrowingLayer(DynamicLayer):
+    """A ``DynamicLayer`` whose keys and values are the front of larger buffers.
+
+    To its users it is a ``DynamicLayer``: ``keys`` and ``values`` are [B, K, L, D] and may be assigned. Where a gradient is
+    needed it concatenates as its parent does, since a buffer that is written again cannot be differentiated.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+        self._length = 0
+        super().__init__(**kwargs)
+
+    @property
+    def keys(self) -> Tensor | None:
+        """[B, K, L, D], a view of the buffer."""
+        return self._front(self._keys)
+
+    @keys.setter
+    def keys(self, keys: Tensor | None) -> None:
+        self._keys = keys
+        self._length = 0 if keys is None or keys.numel() == 0 else keys.shape[-2]
+        self._owned = False
+
+    @property
+    def values(self) -> Tensor | None:
+        """[B, K, L, D], a view of the buffer."""
+        return self._front(self._values)
+
+    @values.setter
+    def values(self, values: Tensor | None) -> None:
+        self._values = values
+        self._owned = False
+
+    def get_seq_length(self) -> int:
+        return self._length
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        start, end = self._length, self._length + key_states.shape[-2]
+        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+            return super().update(key_states, value_states, *args, **kwargs)
+        if not self._fits(key_states, end):
+            self._grow(key_states, value_states, end)
+        keys, values = self._keys, self._values
+        keys.narrow(2, start, end - start).copy_(key_states)  # type: ignore[union-attr]
+        values.narrow(2, start, end - start).copy_(value_states)  # type: ignore[union-attr]
+        self._length = end
+        return keys.narrow(2, 0, end), values.narrow(2, 0, end)  # type: ignore[union-attr]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove < 0 and self.is_initialized:
+            self._length = max(0, self._length + tokens_to_remove)
+        else:
+            super().crop(tokens_to_remove)
+
+    def _front(self, buffer: Tensor | None) -> Tensor | None:
+        return buffer if buffer is None or buffer.dim() < 2 else buffer.narrow(-2, 0, self._length)
+
+    def _fits(self, like: Tensor, end: int) -> bool:
+        keys = self._keys
+        return (
+            self._owned
+            and keys is not None
+            and end <= keys.shape[2]
+            and like.shape[0] == keys.shape[0]
+            and (not keys.is_inference() or torch.is_inference_mode_enabled())
+        )
+
+    def _grow(self, key_states: Tensor, value_states: Tensor, end: int) -> None:
+        room = max(end + end // 4, -(-(end + 1) // _STEP) * _STEP)
+        old = self.keys, self.values
+        length = self._length
+        fresh = []
+        for states, kept in zip((key_states, value_states), old, strict=True):
+            buffer = states.new_empty((*states.shape[:2], room, states.shape[-1]))
+            if length:
+                buffer.narrow(2, 0, length).copy_(kept)  # type: ignore[arg-type]
+            fresh.append(buffer)
+        self.device = key_states.device
+        self._keys, self._values = fresh
+        self._length, self._owned, self.is_initialized = length, True, True
+
+
+def grow_in_place(cache: Cache) -> bool:
+    """Make every plain ``DynamicLayer`` of a ``DynamicCache`` a ``GrowingLayer``, contents kept. False for other caches."""
+    if type(cache) is not DynamicCache or cache.offloading:
+        return False
+    if cache.layer_class_to_replicate is DynamicLayer:
+        cache.layer_class_to_replicate = GrowingLayer
+    for index, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer:
+            cache.layers[index] = _grown(layer)
+        elif type(layer) is not GrowingLayer:
+            return False
+    return True
+
+
+def _grown(layer: DynamicLayer) -> GrowingLayer:
+    grown = GrowingLayer()
+    if layer.is_initialized:
+        grown.device, grown.keys, grown.values, grown.is_initialized = layer.device, layer.keys, layer.values, True
+    return grown

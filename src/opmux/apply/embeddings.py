@@ -1,0 +1,78 @@
+"""The embedding table and the output projection."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.custom_op import CustomOp
+from ..ops.embedding.parallel_lm_head import ParallelLMHead
+from ..ops.embedding.vocab_parallel_embedding import VocabParallelEmbedding
+from ..ops.logits.logits_processor import LogitsProcessor
+from .binding import Binding, foreign_forward, share_parameters
+from .linears import untouchable
+
+
+class EmbeddingBinding(Binding):
+    """Runs an ``nn.Embedding`` by ``vocab_parallel_embedding``; an id outside the table is still an error."""
+
+    def __init__(self, module: nn.Embedding) -> None:
+        super().__init__(module)
+        with torch.device("meta"):
+            self.op = VocabParallelEmbedding(module.num_embeddings, module.embedding_dim, padding_size=1)
+        share_parameters(self.op, module)
+
+    def ops(self) -> Iterator[tuple[str, CustomOp, str]]:
+        yield "", self.op, ""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) != 1 or self.steps_aside() or not self._inside(args[0]):
+            return self.original(*args, **kwargs)
+        return self.op(args[0])
+
+    def _inside(self, ids: Tensor) -> bool:
+        # On a GPU torch itself only asserts, later and elsewhere: looking would make the host wait.
+        if torch.compiler.is_compiling() or ids.device.type != "cpu" or ids.numel() == 0:
+            return True
+        low, high = torch.aminmax(ids)
+        return int(low) >= 0 and int(high) < self.module.num_embeddings  # type: ignore[operator]
+
+
+class HeadBinding(Binding):
+    """Runs the output projection by ``logits_processor`` on a ``parallel_lm_head`` that shares the module's weight."""
+
+    def __init__(self, module: nn.Linear) -> None:
+        super().__init__(module)
+        with torch.device("meta"):
+            self.head = ParallelLMHead(module.out_features, module.in_features, module.bias is not None, padding_size=1)
+        share_parameters(self.head, module)
+        self.op = LogitsProcessor(module.out_features)
+
+    def ops(self) -> Iterator[tuple[str, CustomOp, str]]:
+        yield "", self.head, "holds the weight"
+        yield "", self.op, ""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) != 1 or self.steps_aside(args[0]):
+            return self.original(*args, **kwargs)
+        return self.op(self.head, args[0], self.module._parameters["bias"])
+
+
+def find_embedding(module: nn.Module) -> EmbeddingBinding | str:
+    """The binding for an embedding table, or why there is none."""
+    if type(module) is not nn.Embedding:
+        return f"is a {type(module).__qualname__}, not a plain nn.Embedding"
+    weight = module._parameters.get("weight")
+    if weight is None or type(weight.data) is not Tensor or weight.is_meta:
+        return "its weight is no plain tensor (quantised, sharded or offloaded)"
+    if module.max_norm is not None:
+        return "renormalises its rows when they are read (max_norm)"
+    return foreign_forward(module) or EmbeddingBinding(module)
+
+
+def find_head(module: nn.Module) -> HeadBinding | str:
+    """The binding for an output projection, or why there is none."""
+    return untouchable(module) or HeadBinding(module)  # type: ignore[arg-type]

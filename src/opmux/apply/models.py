@@ -1,0 +1,221 @@
+"""The loop over the layers, whole: no mask that says nothing, no tables made anew, sums fused across layers."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import probe
+from .attention import CACHE_NAMES
+from .binding import Binding, bound, parameter_names
+from .layers import LayerBinding
+from .norms import NormBinding
+from .rope import RopeTable
+
+# What the fast path passes over: they change nothing here.
+_HARMLESS = ("logits_to_keep", "use_cache", "return_dict")
+_PROBE_LENGTH = 7
+
+
+class ModelBinding(Binding):
+    """The decoder stack: embeddings, layers that are all ours, a last norm.
+
+    It takes plain calls: causal, without or with a dynamic cache, at most a padding mask, shorter than any sliding window.
+    Everything else (outputs to capture, masks of one's own, static or quantised caches, packed sequences, gradients, hooks
+    inside, tracing) goes to the model's own forward, in which each layer still decides for itself.
+    """
+
+    def __init__(self, module: nn.Module, rotary: nn.Module, output: type, output_cache: str, scale: float) -> None:
+        children = module._modules
+        layers: nn.ModuleList = children["layers"]  # type: ignore[assignment]
+        parts = [(children, name, child) for name, child in children.items() if child is not None]
+        parts += [(layers._modules, name, child) for name, child in layers._modules.items()]  # type: ignore[misc]
+        super().__init__(module, parts)
+        self.names = parameter_names(module)
+        self.cache_name = next(name for name in self.names if name in CACHE_NAMES)
+        self.config = module.config
+        self.implementation = self.config._attn_implementation
+        self.layers: list[LayerBinding] = [bound(layer) for layer in layers]  # type: ignore[misc]
+        self.norm = bound(children["norm"]).op  # type: ignore[union-attr]
+        ropes = [layer.attention.rope for layer in self.layers if layer.attention.rope is not None]
+        self.table = RopeTable(rotary, ropes[0])
+        self.output, self.output_cache, self.scale = output, output_cache, scale
+        self.longest = _longest(module, self.layers)
+
+    def ready(self) -> bool:
+        return super().ready() and all([layer.ready() for layer in self.layers])
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # masks and caches of transformers trace well; ours would guard on lengths
+            return self.original(*args, **kwargs)
+        named = dict(zip(self.names, args, strict=False)) | kwargs
+        plain = None if self.steps_aside(named.get("inputs_embeds")) else self._plain(named)
+        if plain is None:
+            return self.original(*args, **kwargs)
+        hidden, positions, mask, cache, start = plain
+        return self.run(hidden, positions, mask, cache, start)
+
+    def run(self, hidden: Tensor, positions: Tensor, mask: Tensor | None, cache: Any, start: int) -> Any:
+        """The stack on embedded tokens [B, S, H]."""
+        if self.scale != 1.0:
+            hidden = hidden * self.scale
+        cos, sin = self.table(hidden, positions, start + hidden.shape[1])
+        delta, residual = hidden, None
+        for layer in self.layers:
+            delta, residual = layer.run(delta, residual, cos, sin, mask, cache, True)
+        if delta is residual:  # a last sum without a norm behind it has been made already
+            return self.output(**{"last_hidden_state": self.norm(delta), self.output_cache: cache})
+        hidden, _ = self.norm(delta, residual)
+        return self.output(**{"last_hidden_state": hidden, self.output_cache: cache})
+
+    def _plain(self, named: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None, Any, int] | None:
+        """(embedded tokens, positions, mask, cache, tokens in the cache) of a call that the fast path takes."""
+        from transformers import DynamicCache
+        from transformers.masking_utils import create_causal_mask
+
+        from .cache import grow_in_place
+
+        ids, hidden = named.get("input_ids"), named.get("inputs_embeds")
+        cache, padding = named.get(self.cache_name), named.get("attention_mask")
+        config = self.config
+        if (ids is None) == (hidden is None) or not self._only_known(named):
+            return None
+        if config._attn_implementation != self.implementation or _captures(config):
+            return None
+        if cache is not None and not grow_in_place(cache):
+            return None
+        use_cache = named.get("use_cache")
+        if cache is None and (config.use_cache if use_cache is None else use_cache):
+            cache = DynamicCache(config=config)
+            if not grow_in_place(cache):
+                return None
+        tokens = ids if hidden is None else hidden
+        start = 0 if cache is None else cache.get_seq_length()
+        end = start + tokens.shape[1]
+        if end >= self.longest or tokens.shape[1] == 0:
+            return None
+        positions = named.get("position_ids")
+        if positions is not None and (positions.dim() != 2 or (cache is None and padding is None)):
+            return None  # positions without a mask may mean packed sequences
+        if padding is not None and (padding.dim() != 2 or padding.shape[1] != end):
+            return None
+        if hidden is None:
+            hidden = self.module.embed_tokens(ids)
+        if positions is None:
+            positions = torch.arange(start, end, device=hidden.device).unsqueeze(0)
+        mask = None
+        if padding is not None and not bool(padding.all()):
+            mask = create_causal_mask(config, hidden, padding, cache, positions)
+        return hidden, positions, mask, cache, start
+
+    def _only_known(self, named: dict[str, Any]) -> bool:
+        known = self.names
+        for name, value in named.items():
+            if name not in known and value is not None and value is not False and name not in _HARMLESS:
+                return False
+        return named.get("return_dict") is not False
+
+    def needs_grad(self, *inputs: Any) -> bool:
+        return any(isinstance(x, Tensor) and x.requires_grad for x in inputs) or any(
+            p.requires_grad for p in self.module.parameters()
+        )
+
+
+def _longest(module: nn.Module, layers: list[LayerBinding]) -> int:
+    """The shortest sliding window: shorter texts need no window at all."""
+    windows = [getattr(layer.attention.module, "sliding_window", None) for layer in layers]
+    windows.append(getattr(module.config, "sliding_window", None))
+    return min((w for w in windows if isinstance(w, int)), default=2**62)
+
+
+def _captures(config: Any) -> bool:
+    return getattr(config, "output_hidden_states", False) or getattr(config, "output_attentions", False)
+
+
+def looks_like_model(module: nn.Module) -> bool:
+    """Embeddings, a list of layers of which one is ours at least, a norm, a rotary module."""
+    children = module._modules
+    layers = children.get("layers")
+    return (
+        isinstance(layers, nn.ModuleList)
+        and len(layers) > 0
+        and {"embed_tokens", "norm"} <= set(children)
+        and any(isinstance(bound(layer), LayerBinding) for layer in layers)
+    )
+
+
+def find_model(module: nn.Module) -> ModelBinding | str:
+    """The binding for a decoder stack, or why there is none."""
+    children, names = module._modules, parameter_names(module)
+    layers = [bound(layer) for layer in children["layers"]]  # type: ignore[union-attr]
+    more = sorted(name for name in children if name not in ("embed_tokens", "layers", "norm", "rotary_emb"))
+    if more:
+        return f"has parts beyond embeddings, layers, norm and rotary: {', '.join(more)}"
+    if not all(isinstance(layer, LayerBinding) for layer in layers):
+        return "not every layer was replaced"
+    if not isinstance(bound(children["norm"]), NormBinding) or children.get("rotary_emb") is None:
+        return "its last norm or its rotary module is not one that opmux knows"
+    if not {"input_ids", "attention_mask", "position_ids", "inputs_embeds"} <= set(names) or not set(names) & set(CACHE_NAMES):
+        return f"its forward takes {', '.join(names)}, which is not how decoders are called"
+    if getattr(module.config, "is_causal", True) is False:
+        return "is not causal"
+    if len(layers) != getattr(module.config, "num_hidden_layers", len(layers)):
+        return "its config counts other layers than it has"
+    styles = {layer.attention.rope.side_by_side for layer in layers if layer.attention.rope is not None}  # type: ignore[union-attr]
+    if len(styles) != 1:
+        return "its layers have no rotary embedding, or several kinds"
+    window = _longest(module, layers)  # type: ignore[arg-type]
+    if window <= _PROBE_LENGTH:
+        return f"its sliding window of {window} tokens leaves nothing to the loop without masks"
+    key = ("model", probe.fingerprint(module))
+    verdict = probe.once(key, lambda: _recognise(module))
+    return verdict if isinstance(verdict, str) else ModelBinding(module, children["rotary_emb"], *verdict)  # type: ignore[arg-type]
+
+
+def _recognise(module: nn.Module) -> tuple[type, str, float] | str:
+    """(output class, its field for the cache, the scale of the embeddings), by numbers, or why nothing matches."""
+    rotary: nn.Module = module._modules["rotary_emb"]  # type: ignore[assignment]
+    scales = [1.0] + [v for k, v in vars(module).items() if isinstance(v, float)]
+    scales += [float(v) for v in (getattr(module.config, "embedding_multiplier", None),) if v]
+    with probe.quietly():
+        try:
+            # The layers agreed one by one; a few of them show what the loop around them does.
+            module = _first_layers(module, 4)
+            stock = ModelBinding(module, rotary, object, "", 1.0).original
+            device = next(module.parameters()).device
+            ids = torch.randint(0, module.embed_tokens.num_embeddings, (2, _PROBE_LENGTH), device=device)  # type: ignore[union-attr]
+            first = stock(input_ids=ids[:, :-1], use_cache=True)
+            field = next(name for name in CACHE_NAMES if first.get(name) is not None)
+            second = stock(input_ids=ids[:, -1:], **{_cache_argument(module): first[field]})
+            for scale in scales:
+                ours = ModelBinding(module, rotary, type(first), field, scale)
+                if _same(ours, ids, first.last_hidden_state, second.last_hidden_state):
+                    return type(first), field, scale
+        except Exception as error:  # a model that cannot be probed is a model that is left alone
+            return f"could not be probed ({probe.reason_of(error)})"
+    return "differs from our loop over the layers (compared on random tokens)"
+
+
+def _first_layers(module: nn.Module, count: int) -> nn.Module:
+    twin = copy.copy(module)
+    layers = nn.ModuleList(list(module._modules["layers"])[:count])  # type: ignore[call-overload]
+    twin._modules = {**module._modules, "layers": layers}
+    return twin
+
+
+def _same(ours: ModelBinding, ids: Tensor, first: Tensor, second: Tensor) -> bool:
+    plain = ours._plain({"input_ids": ids[:, :-1], "use_cache": True})
+    if plain is None:
+        raise ValueError("it does not take a plain call")
+    mine = ours.run(*plain)
+    if not probe.agrees(mine.last_hidden_state, first):
+        return False
+    plain = ours._plain({"input_ids": ids[:, -1:], ours.cache_name: mine[ours.output_cache]})
+    return plain is not None and probe.agrees(ours.run(*plain).last_hidden_state, second)
+
+
+def _cache_argument(module: nn.Module) -> str:
+    return next(name for name in parameter_names(module) if name in CACHE_NAMES)

@@ -1,0 +1,223 @@
+"""``apply`` and ``unapply``: walk the model from its leaves to its stack, put bindings in, write the report."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..core.config import CompilationConfig, CompilationMode, current_config, use_config
+from ..core.errors import OpmuxError
+from . import attention, embeddings, interface, layers, linears, mlp, models, norms
+from .binding import Binding, foreign_forward
+from .report import Report
+from .rope import find_rotary
+
+_STATE = "_opmux"
+
+
+class NotAppliedError(OpmuxError):
+    """``strict=True``, and something in the model was left as it is."""
+
+
+class NothingAppliedWarning(UserWarning):
+    """No module of the model was replaced."""
+
+
+class _Applied:
+    """What was done to a model, kept on it so that it can be undone."""
+
+    def __init__(self, config: CompilationConfig, fuse: bool, report: Report) -> None:
+        self.config = config
+        self.fuse = fuse
+        self.report = report
+        self.bindings: list[Binding] = []
+        self.compiled = False
+
+
+def apply(
+    model: nn.Module, config: CompilationConfig | None = None, strict: bool = False, fuse: bool = True
+) -> Report:
+    """Put opmux's ops into a transformers model.
+
+    Modules are recognised by their structure and by running them against the ops' formulas on random input, and are
+    replaced one by one by binding their ``forward``: parameters, ``state_dict``, hooks and ``save_pretrained`` stay as they
+    are, and other models of the same class are not touched. Applying again with the same settings does nothing; with
+    others it starts anew.
+
+    Args:
+        model: any ``nn.Module``; transformers' decoders are where it finds most.
+        config: directives, backend and mode; None means the config in force.
+        strict: raise if anything that has an op was left as it is.
+        fuse: merge q, k and v, and gate and up, and run layers whole.
+
+    Returns: what was done and what was not, with reasons.
+    Raises:  NotAppliedError under ``strict``; the model is then as it was.
+    Warns:   NothingAppliedWarning if nothing was replaced.
+    """
+    config = current_config() if config is None else config
+    before: _Applied | None = model.__dict__.get(_STATE)
+    if before is not None and before.config == config and before.fuse == fuse:
+        _insist(before.report, strict)
+        return before.report
+    unapply(model)
+    report = Report(_directives(config), config.sources)
+    applied = _Applied(config, fuse, report)
+    try:
+        _Walk(model, config, fuse, applied).run()
+        _note_unused(report, config)
+        _insist(report, strict)
+        report.compile = _compile(model, config, applied)
+    except BaseException:
+        _undo(model, applied)
+        raise
+    model.__dict__[_STATE] = applied
+    if not applied.bindings:
+        warnings.warn(
+            f"opmux replaced nothing in this {type(model).__name__}. print(report) says what it looked at and why.",
+            NothingAppliedWarning, stacklevel=2,
+        )  # fmt: skip
+    return report
+
+
+def unapply(model: nn.Module) -> None:
+    """Give every module its own forward back. Weights that were merged stay views of one buffer, with the same values."""
+    applied = model.__dict__.pop(_STATE, None)
+    if applied is not None:
+        _undo(model, applied)
+
+
+class _Walk:
+    """One pass per kind of module, from leaves to the whole, since the larger ones are made of the smaller."""
+
+    def __init__(self, model: nn.Module, config: CompilationConfig, fuse: bool, applied: _Applied) -> None:
+        self.model, self.fuse, self.applied = model, fuse, applied
+        self.config = config
+        self.encoder_config, self.enforced = config.for_encoder()
+        self.encoders = _encoders(model)
+        self.uses = linears.Uses(model)
+        self.rotary = find_rotary(model)
+        self.wrappers = [n for n, m in model.named_modules() if hasattr(m, "base_layer")]
+
+    def run(self) -> None:
+        head = _output_embeddings(self.model)
+        self._pass(norms.looks_like_norm, lambda m, c, e: norms.find_norm(m), "rms_norm")
+        self._pass(mlp.looks_like_mlp, lambda m, c, e: mlp.find_mlp(m, self.uses, c, self.fuse), "silu_and_mul")
+        if self.fuse:
+            self._pass(attention.looks_like_attention, self._attention, "attention")
+            self._pass(layers.looks_like_layer, lambda m, c, e: layers.find_layer(m, self.rotary), "layer")
+        self._pass(_takes_an_implementation, lambda m, c, e: interface.find_interface(m, self.rotary, e), "attention")
+        self._pass(lambda m: m is head, lambda m, c, e: embeddings.find_head(m), "logits_processor")
+        self._pass(
+            lambda m: isinstance(m, nn.Embedding), lambda m, c, e: embeddings.find_embedding(m), "vocab_parallel_embedding"
+        )
+        covered = {id(part) for b in self.applied.bindings for _, _, part in b.parts}
+        self._pass(lambda m: _is_linear(m) and id(m) not in covered, self._linear, "replicated_linear")
+        if self.fuse:
+            self._pass(models.looks_like_model, lambda m, c, e: models.find_model(m), "model")
+
+    def _pass(self, looks: Any, find: Any, op: str) -> None:
+        for path, module in self.model.named_modules():
+            if not looks(module) or self._is_bound(module):
+                continue
+            in_encoder = any(path == e or path.startswith(f"{e}.") for e in self.encoders)
+            config = self.encoder_config if in_encoder else self.config
+            with use_config(config):
+                found = foreign_forward(module) or find(module, config, in_encoder and self.enforced)
+            if isinstance(found, str):
+                self.applied.report.skipped(path, op, type(module).__qualname__, found)
+            else:
+                found.bind()
+                self.applied.bindings.append(found)
+                self._record(path, found)
+
+    def _is_bound(self, module: nn.Module) -> bool:
+        return any(b.module is module for b in self.applied.bindings)
+
+    def _record(self, path: str, binding: Binding) -> None:
+        facts = next(binding.module.parameters(), None)
+        for below, op, note in binding.ops():
+            where = f"{path}.{below}" if below else path
+            self.applied.report.applied(where, op, note, *(() if facts is None else (facts,)))
+
+    def _attention(self, module: nn.Module, config: CompilationConfig, enforced: bool) -> Any:
+        return attention.find_attention(module, self.uses, self.rotary, enforced)
+
+    def _linear(self, module: nn.Module, config: CompilationConfig, enforced: bool) -> Any:
+        path = next(n for n, m in self.model.named_modules() if m is module)
+        wrapper = next((w for w in self.wrappers if path.startswith(f"{w}.")), None)
+        if wrapper is not None:
+            return f"is part of {wrapper}, which is LoRA-wrapped"
+        return linears.untouchable(module) or linears.LinearBinding(module)  # type: ignore[arg-type]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or (hasattr(module, "in_features") and hasattr(module, "out_features"))
+
+
+def _takes_an_implementation(module: nn.Module) -> bool:
+    name = type(module).__name__
+    return "Attention" in name and hasattr(module, "config") and hasattr(module, "layer_idx")
+
+
+def _output_embeddings(model: nn.Module) -> nn.Module | None:
+    getter = getattr(model, "get_output_embeddings", None)
+    try:
+        return getter() if getter is not None else None
+    except (AttributeError, NotImplementedError):
+        return None
+
+
+def _encoders(model: nn.Module) -> list[str]:
+    """Paths of vision and audio towers: sub-models whose config is one of the model's configs but not the text's."""
+    config = getattr(model, "config", None)
+    names = [n for n in getattr(config, "sub_configs", None) or {} if "text" not in n and "decoder" not in n]
+    towers = [type(c) for c in (getattr(config, n, None) for n in names) if c is not None]
+    return [
+        path for path, m in model.named_modules() if path and type(getattr(m, "config", None)) in towers and towers
+    ]
+
+
+def _insist(report: Report, strict: bool) -> None:
+    left = [e for e in report.entries if e["status"] == "skipped"]
+    if strict and (left or not report.entries):
+        what = "\n".join(f"  {e['path']} ({e['op']}): {e['reason']}" for e in left) or "  nothing was recognised"
+        raise NotAppliedError(
+            f"apply(strict=True): these modules were left as they are:\n{what}\nWithout strict=True they keep their own "
+            "forward and the rest is replaced."
+        )
+
+
+def _directives(config: CompilationConfig) -> str:
+    given = ", ".join(config.custom_ops)
+    return given or f"{config.base_mode()[0]} ({config.base_mode()[1]})"
+
+
+def _note_unused(report: Report, config: CompilationConfig) -> None:
+    directives = config.directives()
+    present = set(report.counts())
+    for sign, names in (("+", directives.plus), ("-", directives.minus)):
+        report.unused.extend(
+            f"'{sign}{name}': this model contains no {name}" for name in sorted(names) if name not in present
+        )
+
+
+def _compile(model: nn.Module, config: CompilationConfig, applied: _Applied) -> str:
+    if not config.compiles:
+        return f"not compiled (mode {config.mode.name})"
+    model.compile(backend=config.backend, dynamic=True)
+    applied.compiled = True
+    line = f"compiled by torch.compile(backend={config.backend!r}, dynamic=True)"
+    if config.mode == CompilationMode.VLLM_COMPILE:
+        line += "; VLLM_COMPILE is vLLM's own pipeline, so the model is compiled the stock way here"
+    return line
+
+
+def _undo(model: nn.Module, applied: _Applied) -> None:
+    for binding in reversed(applied.bindings):
+        binding.unbind()
+    if applied.compiled:
+        model._compiled_call_impl = None
+        torch._dynamo.reset_code_caches() if hasattr(torch._dynamo, "reset_code_caches") else None
