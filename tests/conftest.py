@@ -56,7 +56,7 @@ def install_plugin(tmp_path: Path) -> Callable[..., Path]:
         info = tmp_path / f"{name}-1.0.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-        groups = {group: line for group, line in entry_points.items()}
+        groups = dict(entry_points.items())
         (info / "entry_points.txt").write_text(
             "".join(f"[opmux.{group}]\n{name} = {name}:{function}\n" for group, function in groups.items())
         )
