@@ -1,13 +1,15 @@
 """Launches Triton kernels with little host work.
 
-``kernel[grid](...)`` binds, types and specialises every argument at each call: 14 us for a small kernel, twice what a C++ op
-takes in all. Here a launch after the first is a look-up by device, dtypes and constexprs, and one call of Triton's C
-launcher. For that to be right the compiled code may depend on nothing else, so each kernel is compiled in two variants: one
-that assumes that every vector pointer and every stride is a multiple of 16 (wide loads), one that assumes nothing.
+``kernel[grid](...)`` binds, types and specialises every argument at each call: 14 us for a small kernel, twice what a
+C++ op takes in all. Here a launch after the first is a look-up by device, dtypes and constexprs, and one call of
+Triton's C launcher. For that to be right the compiled code may depend on nothing else, so each kernel is compiled in
+two variants: one that assumes that every vector pointer and every stride is a multiple of 16 (wide loads), one that
+assumes nothing.
 
-The direct call uses ``CompiledKernel.run``, ``function`` and ``packed_metadata``, which Triton does not document (alike in 3.6
-and 3.9). Where they are missing, in the interpreter, on ROCm and on XPU, every launch goes through ``kernel[grid]``. Triton's
-own launch hooks (Proton) see only those launches; profilers that read the driver's records see all.
+The direct call uses ``CompiledKernel.run``, ``function`` and ``packed_metadata``, which Triton does not document (alike
+in 3.6 and 3.9). Where they are missing, in the interpreter, on ROCm and on XPU, every launch goes through
+``kernel[grid]``. Triton's own launch hooks (Proton) see only those launches; profilers that read the driver's records
+see all.
 """
 
 from __future__ import annotations
@@ -33,11 +35,12 @@ if _cuda:
 class Launcher:
     """One Triton kernel and its compiled variants. ``kernel`` below makes it.
 
-    The kernel's parameters are, in this order: vector pointers, loose pointers (read an element at a time, so their alignment
-    does not matter), multiples (row strides and widths), other scalars, constexprs. Every scalar is typed by annotation.
+    The kernel's parameters are, in this order: vector pointers, loose pointers (read an element at a time, so their
+    alignment does not matter), multiples (row strides and widths), other scalars, constexprs. Every scalar is typed by
+    annotation.
     """
 
-    __slots__ = ("_compiled", "_multiples", "_vectors", "any_alignment", "aligned")
+    __slots__ = ("_compiled", "_multiples", "_vectors", "aligned", "any_alignment")
 
     def __init__(self, function: Callable[..., Any], loose: Sequence[str], multiples: Sequence[str]) -> None:
         names = list(inspect.signature(function).parameters)
@@ -50,7 +53,9 @@ class Launcher:
         never = [*loose, *scalars[len(multiples) :]]
         self.aligned = triton.jit(do_not_specialize=never, do_not_specialize_on_alignment=never)(function)
         everything = [*pointers, *scalars]
-        self.any_alignment = triton.jit(do_not_specialize=everything, do_not_specialize_on_alignment=everything)(function)
+        self.any_alignment = triton.jit(do_not_specialize=everything, do_not_specialize_on_alignment=everything)(
+            function
+        )
         self._compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def __call__(
@@ -96,9 +101,9 @@ class Launcher:
         if where.type == "cpu":
             if isinstance(variant, triton.runtime.JITFunction):
                 raise HardwareMissingError(
-                    f"The Triton kernel {variant.fn.__name__} was called with CPU tensors. Triton kernels run on CUDA, ROCm "
-                    "and XPU devices. Move the tensors there, or call the op itself (it picks a method for its tensors' "
-                    "device), or set TRITON_INTERPRET=1 before Triton is imported to run the kernel in its interpreter."
+                    f"The Triton kernel {variant.fn.__name__} was called with CPU tensors. Triton kernels run on CUDA, "
+                    "ROCm and XPU devices. Move the tensors there, or call the op itself (it picks a method for its "
+                    "tensors' device), or set TRITON_INTERPRET=1 before Triton is imported to interpret it."
                 )
             variant[grid](*tensors, *scalars, *constants, num_warps=num_warps, num_stages=num_stages)
             return
@@ -120,4 +125,3 @@ def kernel(*, loose: Sequence[str] = (), multiples: Sequence[str] = ()) -> Calla
 def next_power_of_2(n: int) -> int:
     """The least power of two that is at least ``n``, and at least 1."""
     return 1 << (n - 1).bit_length() if n > 1 else 1
-

@@ -1,7 +1,8 @@
 """Triton kernels of attention: an online softmax over blocks of keys, and its merge when the keys are split.
 
-The rows of one program are queries, or for few queries the (query, head) pairs that share a key head, so that a decode step reads
-the cache once. A decode step also splits the keys over programs (flash-decoding) and merges the parts by their log-sum-exp.
+The rows of one program are queries, or for few queries the (query, head) pairs that share a key head, so that a decode
+step reads the cache once. A decode step also splits the keys over programs (flash-decoding) and merges the parts by
+their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def _attend(
     BOUNDARY: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, MASK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Fold the keys start .. stop-1 into the running softmax. Only a BOUNDARY range has keys that some row may not see."""
+    """Fold the keys start .. stop-1 into the running softmax. Only a BOUNDARY range has keys that some row may not
+    see."""
     feature = tl.arange(0, BLOCK_D)
     feature_v = tl.arange(0, BLOCK_DV)
     for first in tl.range(start, stop, BLOCK_N):
@@ -46,7 +48,9 @@ def _attend(
         if SOFT_CAP:
             score = soft_cap * tanh(score / soft_cap)
         if MASK == 1:
-            score += tl.load(mask_rows + at[None, :], mask=in_rows[:, None] & in_keys[None, :], other=0.0).to(tl.float32)
+            score += tl.load(mask_rows + at[None, :], mask=in_rows[:, None] & in_keys[None, :], other=0.0).to(
+                tl.float32
+            )
         score = score * _LOG2_E
         if MASK == 2:
             allowed = tl.load(mask_rows + at[None, :], mask=in_rows[:, None] & in_keys[None, :], other=0)
@@ -93,7 +97,8 @@ def _attention_kernel(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
     UNIT: tl.constexpr,
 ):  # fmt: skip
-    # Strides come in units of UNIT elements: 8 tells the compiler that 16-byte loads are safe, for head sizes like 72 too.
+    # Strides come in units of UNIT elements: 8 tells the compiler that 16-byte loads are safe, for head sizes like 72
+    # too.
     q_batch, q_token, q_head = q_batch * UNIT, q_token * UNIT, q_head * UNIT
     k_batch, k_token, k_head = k_batch * UNIT, k_token * UNIT, k_head * UNIT
     v_batch, v_token, v_head = v_batch * UNIT, v_token * UNIT, v_head * UNIT
@@ -149,8 +154,9 @@ def _attention_kernel(
             window, scale, soft_cap, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV, True, CAUSAL, WINDOW, SOFT_CAP, MASK, PRECISION,
         )  # fmt: skip
     acc, row_sum, row_max = _attend(
-        acc, row_sum, row_max, q, k_ptr, v_ptr, mask_rows, full_lo, full_hi, k_token, v_token, n_keys, position, in_rows,
-        window, scale, soft_cap, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV, False, CAUSAL, WINDOW, SOFT_CAP, MASK, PRECISION,
+        acc, row_sum, row_max, q, k_ptr, v_ptr, mask_rows, full_lo, full_hi, k_token, v_token, n_keys, position,
+        in_rows, window, scale, soft_cap, BLOCK_N, D, DV, BLOCK_D, BLOCK_DV, False,
+        CAUSAL, WINDOW, SOFT_CAP, MASK, PRECISION,
     )  # fmt: skip
     acc, row_sum, row_max = _attend(
         acc, row_sum, row_max, q, k_ptr, v_ptr, mask_rows, full_hi, hi, k_token, v_token, n_keys, position, in_rows,
@@ -228,7 +234,7 @@ def tile(q: Tensor, k: Tensor, v: Tensor, window: int, changes_scores: bool) -> 
     if wide:
         return Tile(1, 32 if width > 128 else 64, 32, 1, 4, 2)
     if changes_scores:
-        return Tile(1, 64, 32 if width > 128 else 64, 1, 4, 2)
+        return Tile(1, 64 if width > 128 else 128, 32, 1, 8, 2)
     if width <= 64:
         return Tile(1, 128, 64, 1, 4, 3)
     return Tile(1, 128, 64, 1, 8, 3 if width <= 128 else 2)
@@ -258,7 +264,9 @@ def launch(
     if mask is not None:
         mask = mask if mask.stride(-1) == 1 else mask.contiguous()
         mask_kind = 2 if mask.dtype == torch.bool else 1
-        mask_strides = tuple(0 if size == 1 else step for size, step in zip(mask.shape[:3], mask.stride()[:3], strict=True))
+        mask_strides = tuple(
+            0 if size == 1 else step for size, step in zip(mask.shape[:3], mask.stride()[:3], strict=True)
+        )
         mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
     target, lse, split_stride = out, q, 0
     if splits > 1:
@@ -268,7 +276,8 @@ def launch(
     strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], split_stride)
     unit = 1 if any(step % 8 for step in strides) else 8
     scalars = (
-        *(step // unit for step in strides), *mask_strides, n_tokens, n_keys, n_heads, n_heads // key_heads, n_tiles, window, scale, soft_cap,
+        *(step // unit for step in strides), *mask_strides,
+        n_tokens, n_keys, n_heads, n_heads // key_heads, n_tiles, window, scale, soft_cap,
     )  # fmt: skip
     constants = (
         group, block_m, block_n, splits, head_size, width,
@@ -297,12 +306,14 @@ def attention_triton(
 ) -> Tensor:
     """``softmax(cap(scale * q k^T) + mask) v`` per head; query head h reads key head ``h * K // N``.
 
-    Shapes:  query [B, S, N, D], key [B, L, K, D], value [B, L, K, Dv], any strides with a dense last dimension; attn_mask
-             [B or 1, N or 1, S or 1, >= L], boolean (True: attend) or floating (added) -> [B, S, N, Dv], contiguous.
+    Shapes:  query [B, S, N, D], key [B, L, K, D], value [B, L, K, Dv], any strides with a dense last dimension;
+             attn_mask [B or 1, N or 1, S or 1, >= L], boolean (True: attend) or floating (added) -> [B, S, N, Dv],
+             contiguous.
     Order:   the queries are the last S of the L keys. ``causal``: a query sees keys up to its own position;
-             ``sliding_window`` w > 0: only the last w of them; ``soft_cap`` c > 0: ``c * tanh(score / c)`` before the mask.
-    Casts:   fp32 scores, softmax and sums; probabilities are rounded to value's dtype for the second product; one rounding at the
-             end. fp32 products are full fp32, not tf32.
+             ``sliding_window`` w > 0: only the last w of them; ``soft_cap`` c > 0: ``c * tanh(score / c)`` before the
+             mask.
+    Casts:   fp32 scores, softmax and sums; probabilities are rounded to value's dtype for the second product; one
+             rounding at the end. fp32 products are full fp32, not tf32.
     Rows without a visible key give zeros. Mutates nothing.
     """
     return launch(query, key, value, attn_mask, scale, causal, sliding_window, soft_cap)

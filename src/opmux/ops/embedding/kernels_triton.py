@@ -21,12 +21,13 @@ def _embedding_kernel(
     program = tl.program_id(0)
     row = (program // blocks_per_row).to(tl.int64)
     cols = (program % blocks_per_row) * BLOCK + tl.arange(0, BLOCK)
-    mask = cols >= 0 if EVEN else cols < width
+    mask = None if EVEN else cols < width
     token = tl.load(ids_ptr + row).to(tl.int64)
     is_base = (token >= first) & (token < last)
     is_added = (token >= added_first) & (token < added_last)
     source = tl.where(is_base, token - first, token - added_first + added_row)
-    values = tl.load(table_ptr + source * table_stride + cols, mask=mask & (is_base | is_added), other=0)
+    readable = tl.where(is_base | is_added, width, 0)
+    values = tl.load(table_ptr + source * table_stride + cols, mask=cols < readable, other=0)
     tl.store(y_ptr + row * width + cols, values, mask=mask)
 
 
@@ -73,7 +74,7 @@ def embedding_triton(
     """Rows of ``table`` [V, H] for ids of any shape -> [*ids.shape, H]; bit-identical copies.
 
     Ids in ``first .. last-1`` (``last`` None: as many as the table has rows) name the rows from 0 on, ids in
-    ``added_first .. added_last-1`` the rows from ``added_row`` on: the two parts of a shard of a vocabulary. Every other id,
-    negative ones too, gives a row of zeros and reads nothing.
+    ``added_first .. added_last-1`` the rows from ``added_row`` on: the two parts of a shard of a vocabulary. Every
+    other id, negative ones too, gives a row of zeros and reads nothing.
     """
     return launch(ids, table, first, last, added_first, added_last, added_row)

@@ -16,12 +16,16 @@ _BLOCK, _WARPS = 2048, 4
 
 @triton.jit
 def tanh(x):
-    """fp32 tanh from exp, which every back end and the interpreter have; below 0.3 a series, where 1 - 2/(e+1) cancels."""
+    """fp32 tanh from exp, which every back end and the interpreter have; below 0.3 a series, where 1 - 2/(e+1)
+    cancels."""
     square = x * x
     series = x * (
         1.0
         + square
-        * (-1.0 / 3 + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835 + square * (-1382.0 / 155925)))))
+        * (
+            -1.0 / 3
+            + square * (2.0 / 15 + square * (-17.0 / 315 + square * (62.0 / 2835 + square * (-1382.0 / 155925))))
+        )
     )
     # exp overflows to infinity for large x, and 2/inf is 0.
     return tl.where(tl.abs(x) < 0.3, series, 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0))
@@ -67,7 +71,9 @@ def launch(
     return y
 
 
-def _fake(x: Tensor, width: int, soft_cap: float | None, scale: float, scale_first: bool, dtype: torch.dtype | None) -> Tensor:
+def _fake(
+    x: Tensor, width: int, soft_cap: float | None, scale: float, scale_first: bool, dtype: torch.dtype | None
+) -> Tensor:
     return torch.empty((*x.shape[:-1], width), dtype=dtype or x.dtype, device=x.device)
 
 
@@ -78,7 +84,8 @@ def softcap_scale_triton(
     """The first ``width`` columns of x [..., V], capped (``c * tanh(x / c)``) and scaled, -> [..., width], contiguous.
 
     Casts:   fp32, rounded once to ``dtype`` (None: x's).
-    Order:   cap, then scale (vLLM's LogitsProcessor); with ``scale_first`` the other way round. A cap of None or 0 is no cap.
+    Order:   cap, then scale (vLLM's LogitsProcessor); with ``scale_first`` the other way round. A cap of None or 0 is
+             no cap.
     Mutates: nothing.
     """
     return launch(x, width, soft_cap, scale, scale_first, dtype)

@@ -1,7 +1,7 @@
 """Triton kernels of the RMS norms: fp32 inside, rows of any width, any row stride, new outputs.
 
-A row of up to 32768 elements stays in registers between its two uses, so memory is read once; wider rows are read twice. Several
-narrow rows (the heads of a q or k norm) share one program.
+A row of up to 32768 elements stays in registers between its two uses, so memory is read once; wider rows are read
+twice. Several narrow rows (the heads of a q or k norm) share one program.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _ELEMENTS_PER_PROGRAM = 2048  # narrow rows are grouped up to this many
 @triton.jit
 def _times_weight(y, w, weight_offset, CAST_FIRST: tl.constexpr):
     scale = w.to(tl.float32) + weight_offset
-    # The product of two rounded 16-bit values is exact in fp32, so rounding it here is multiplying in the weight's dtype.
+    # The product of two rounded 16-bit values is exact in fp32, so rounding it here is multiplying in the weight's
+    # dtype.
     return (y.to(w.dtype).to(tl.float32) * scale).to(w.dtype).to(tl.float32) if CAST_FIRST else y * scale
 
 
@@ -102,7 +103,11 @@ def tile(width: int) -> tuple[int, int, int]:
     block = next_power_of_2(width)
     rows_per_program = max(1, _ELEMENTS_PER_PROGRAM // block)
     elements = rows_per_program * block
-    return rows_per_program, block, 4 if elements <= 2048 else 8 if elements <= 4096 else 16 if elements <= 16384 else 32
+    return (
+        rows_per_program,
+        block,
+        4 if elements <= 2048 else 8 if elements <= 4096 else 16 if elements <= 16384 else 32,
+    )
 
 
 def launch(
@@ -152,8 +157,8 @@ def rms_norm_triton(
     """``x / sqrt(mean(x[..., :variance_size]^2) + eps) * (weight + weight_offset)`` over the last dimension.
 
     Shapes:  x [..., H], weight [H] of any floating dtype or None -> [..., H] in x's dtype, contiguous.
-    Casts:   fp32 inside. With ``cast_first`` the normalised value is rounded to the weight's dtype and multiplied there;
-             else the product is fp32 and rounded once.
+    Casts:   fp32 inside. With ``cast_first`` the normalised value is rounded to the weight's dtype and multiplied
+             there; else the product is fp32 and rounded once.
     Mutates: nothing.
     """
     return launch(x, None, weight, eps, variance_size, weight_offset, cast_first, False)[0]

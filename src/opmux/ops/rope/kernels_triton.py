@@ -1,7 +1,7 @@
 """Triton kernel of the rotary embeddings: queries and keys in one launch, out of place, any strides, fp32 inside.
 
-One program turns some heads of one token. The same kernel serves a table that positions index (``rotary_embedding``) and
-cosines and sines that come with the tokens (``apply_rotary_emb``, and transformers' [B, N, S, D] layout).
+One program turns some heads of one token. The same kernel serves a table that positions index (``rotary_embedding``)
+and cosines and sines that come with the tokens (``apply_rotary_emb``, and transformers' [B, N, S, D] layout).
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ def launch(
 ) -> None:
     """Turn q and k, [B, S, N, D] views of any strides with contiguous heads. ``config`` overrides ``tile``.
 
-    With ``positions`` (flat, one a token) cos and sin are both the table [P, R]; without, they have a row a token: [B, S, C] with
-    C = R/2 (one entry a pair) or R.
+    With ``positions`` (flat, one a token) cos and sin are both the table [P, R]; without, they have a row a token: [B,
+    S, C] with C = R/2 (one entry a pair) or R.
     """
     batch, seq_len, q_heads, head_size = q.shape
     k_heads = 0 if k is None else k.shape[2]
@@ -182,11 +182,11 @@ def rotary_embedding_triton(
 ) -> tuple[Tensor, Tensor]:
     """Rotate the first R features of each head of query and key by the table's rows at ``positions``.
 
-    Shapes:  positions, any shape of T entries of any integer dtype; query, key [T, N*D] or [T, N, D], any strides; table [P, R],
-             cosines then sines -> the shapes of query and key, contiguous.
+    Shapes:  positions, any shape of T entries of any integer dtype; query, key [T, N*D] or [T, N, D], any strides;
+             table [P, R], cosines then sines -> the shapes of query and key, contiguous.
     Casts:   fp32 inside, whatever the table's dtype; rounded once. Features past R are copied bit for bit.
-    Errors:  none. A position outside 0 .. P-1 reads nothing outside the table and makes its token's outputs NaN: checking it on
-             the host would wait for the device. (Eager CPU raises IndexError.)
+    Errors:  none. A position outside 0 .. P-1 reads nothing outside the table and makes its token's outputs NaN:
+             checking it on the host would wait for the device. (Eager CPU raises IndexError.)
     Mutates: nothing.
     """
     q_out, k_out = query.new_empty(query.shape), key.new_empty(key.shape)
@@ -222,7 +222,8 @@ def _from_table(
     q, k, q_out_view, k_out_view = views
     if table.stride(-1) != 1:
         table = table.contiguous()
-    assert q is not None and q_out_view is not None
+    assert q is not None
+    assert q_out_view is not None
     launch(q, k, q_out_view, k_out_view, table, table, positions.reshape(-1), table.shape[1], is_neox, config)
 
 
@@ -240,8 +241,8 @@ def _fake_like(x: Tensor) -> Tensor:
 def apply_rotary_emb_triton(x: Tensor, cos: Tensor, sin: Tensor, is_neox: bool) -> Tensor:
     """Rotate x's heads by the cosines and sines that come with its tokens.
 
-    Shapes:  x [S, N, D] or [B, S, N, D]; cos, sin [S, C] or [B, S, C] with C = R/2 (one entry a pair) or R <= D -> x's shape,
-             contiguous.
+    Shapes:  x [S, N, D] or [B, S, N, D]; cos, sin [S, C] or [B, S, C] with C = R/2 (one entry a pair) or R <= D -> x's
+             shape, contiguous.
     Casts:   fp32 inside, rounded once; features past R are copied bit for bit.
     Mutates: nothing.
     """
@@ -258,8 +259,8 @@ def apply_rotary_emb_triton(x: Tensor, cos: Tensor, sin: Tensor, is_neox: bool) 
 def rotate_query_key_triton(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, is_neox: bool) -> tuple[Tensor, Tensor]:
     """transformers' ``apply_rotary_pos_emb`` in one launch, fp32 inside and rounded once.
 
-    Shapes:  q [B, N, S, D], k [B, K, S, D], any strides with contiguous heads; cos, sin [B or 1, S, R], R <= D -> q's and k's
-             shapes, with their order of dimensions in memory. Features past R are copied bit for bit.
+    Shapes:  q [B, N, S, D], k [B, K, S, D], any strides with contiguous heads; cos, sin [B or 1, S, R], R <= D -> q's
+             and k's shapes, with their order of dimensions in memory. Features past R are copied bit for bit.
     Mutates: nothing.
     """
     q_out, k_out = _fake_like(q), _fake_like(k)
@@ -267,7 +268,14 @@ def rotate_query_key_triton(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, is_n
         return q_out, k_out
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     _from_rows(
-        q.transpose(1, 2), k.transpose(1, 2), q_out.transpose(1, 2), k_out.transpose(1, 2), cos, sin, cos.shape[-1], is_neox
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        q_out.transpose(1, 2),
+        k_out.transpose(1, 2),
+        cos,
+        sin,
+        cos.shape[-1],
+        is_neox,
     )
     return q_out, k_out
 
