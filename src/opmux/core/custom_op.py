@@ -493,6 +493,12 @@ _classes: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
 _forward = CustomOp.forward
 
 
+def _constant(function: Callable[..., Any]) -> Callable[..., Any]:
+    # What torch.compiler.assume_constant_result does; that one imports the compiler and Triton, seconds of work.
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
     """Every tensor of a call: arguments, what lists and dicts hold, and the weights of modules passed along."""
     found: list[Tensor] = []
@@ -514,7 +520,7 @@ def _has_memory(tensor: Tensor) -> bool:
     return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
-@torch.compiler.assume_constant_result
+@_constant
 def _decision_while_tracing(class_key: str, enabled: bool, device_type: str, dtype: torch.dtype) -> Decision:
     """The decision for traced code. Takes constants only, as the compiler demands."""
     facts = platforms.facts_for(torch.device(device_type), dtype, None)
@@ -522,7 +528,7 @@ def _decision_while_tracing(class_key: str, enabled: bool, device_type: str, dty
     return decide(lineage_of(_classes[class_key], built=0), facts, verdict)
 
 
-@torch.compiler.assume_constant_result
+@_constant
 def _methods_while_tracing(
     class_key: str, enabled: bool, device_type: str, dtype: torch.dtype
 ) -> tuple[tuple[str, str] | None, tuple[str, ...]]:
