@@ -208,8 +208,8 @@ def _tolerance(cls: type) -> str:
     )
     if bound.scale:
         text += (
-            f" The error of a value smaller than {bound.scale:g} times the root mean square of the output is measured in "
-            "ulp of that size: what cancelled to almost nothing has no digits left to compare."
+            f" The error of a value smaller than {bound.scale:g} times the root mean square of the output is measured "
+            "in ulp of that size: what cancelled to almost nothing has no digits left to compare."
         )
     return text
 
