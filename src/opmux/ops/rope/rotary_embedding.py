@@ -7,11 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ...core.cases import FLOATS, Case, Cost, Inputs, Tolerance
+from ...core.cases import FLOATS, Case, Cost, Tolerance
 from ...core.custom_op import CustomOp
 from ...core.lazy import lazy_module
 from ...core.requires import requires
-from . import kernels_cpu
+from . import kernels_cpu, scaling
 from .rotate import rotate
 
 __all__ = ["RotaryEmbedding"]
@@ -43,7 +43,7 @@ class RotaryEmbedding(CustomOp):
         base: of the frequencies.
         is_neox_style: the pairing.
         dtype: accepted for the order of the parameters; the table is always fp32.
-        init_cache: build the table now; without it a subclass or a caller sets ``cos_sin_cache``.
+        init_cache: build the table now; without it the caller calls ``set_table``.
     """
 
     tolerance = Tolerance(ulp=1.0, fp32=4.0, scale=1.0)
@@ -69,16 +69,15 @@ class RotaryEmbedding(CustomOp):
         self.max_position_embeddings = max_position_embeddings
         self.base = base
         self.is_neox_style = is_neox_style
-        self.register_buffer("cos_sin_cache", self._cos_sin_cache() if init_cache else None, persistent=False)
+        self.register_buffer("cos_sin_cache", None, persistent=False)
+        if init_cache:
+            self.set_table(scaling.plain(rotary_dim, base))
 
-    def _inverse_frequencies(self) -> Tensor:
-        exponents = torch.arange(0, self.rotary_dim, 2, dtype=torch.float32) / max(self.rotary_dim, 1)
-        return 1.0 / self.base**exponents
-
-    def _cos_sin_cache(self) -> Tensor:
+    def set_table(self, inverse_frequencies: Tensor, magnitude: float = 1.0) -> None:
+        """Build the table from other frequencies [R/2] than ``base`` gives; cosines and sines are times ``magnitude``."""
         positions = torch.arange(self.max_position_embeddings, dtype=torch.float32)
-        angles = torch.outer(positions, self._inverse_frequencies())
-        return torch.cat((angles.cos(), angles.sin()), dim=-1)
+        angles = torch.outer(positions, inverse_frequencies)
+        self.cos_sin_cache = torch.cat((angles.cos(), angles.sin()), dim=-1) * magnitude
 
     def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
         # .half() and .to(bfloat16) would keep 769 distinct positions of 4096: the table moves, but stays fp32.
@@ -104,12 +103,17 @@ class RotaryEmbedding(CustomOp):
 
     @requires(dtypes=FLOATS, native_library=True)
     def forward_cpu(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        heads = [t.reshape(positions.numel(), -1, self.head_size) for t in (query, key) if t is not None and t.numel()]
-        if not heads:
+        return self._turn_cpu(positions.flatten(), self.cos_sin_cache, query, key)
+
+    def _turn_cpu(
+        self, positions: Tensor, table: Tensor, query: Tensor, key: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        if positions.numel() == 0:
             return torch.empty_like(query), None if key is None else torch.empty_like(key)
+        heads = [t.reshape(positions.numel(), -1, self.head_size) for t in (query, key) if t is not None]
         turned = kernels_cpu.rotary_embedding_cpu(
-            positions.flatten(), self.cos_sin_cache, heads[0], heads[1] if len(heads) > 1 else None, self.rotary_dim,
-            not self.is_neox_style, False, False,
+            positions, table, heads[0], heads[1] if len(heads) > 1 else None, self.rotary_dim, not self.is_neox_style,
+            False, False,
         )  # fmt: skip
         return turned[0].view(query.shape), None if key is None else turned[1].view(key.shape)
 
