@@ -1,4 +1,4 @@
-"""What a platform is. A vendor's platform implements the same interface (``docs/platforms.md``)."""
+"""What a platform is. A vendor's platform implements the same interface (``docs/out_of_tree.md``)."""
 
 from __future__ import annotations
 
