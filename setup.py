@@ -57,9 +57,9 @@ class BuildNative(Command):
         return {}
 
     def get_source_files(self) -> list[str]:
-        return [
-            str(path) for path in [*native.sources(PACKAGE), *native.headers(PACKAGE), PACKAGE / "native/fastcall.cpp"]
-        ]
+        kernels = native.sources(PACKAGE)
+        headers = {header for source in kernels for header in native.headers(source, PACKAGE)}
+        return [str(path) for path in [*kernels, *sorted(headers), PACKAGE / "native" / "fastcall.cpp"]]
 
 
 class Build(build):

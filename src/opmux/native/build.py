@@ -9,16 +9,19 @@ Only the standard library is used, and nothing of opmux is imported: at install 
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import itertools
 import json
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -38,9 +41,6 @@ X86 = {
 VARIANTS = {"x86_64": X86, "AMD64": X86, "aarch64": {"neon": ["-march=armv8-a"]}, "arm64": {"neon": ["-march=armv8-a"]}}
 
 FASTCALL = "_fastcall.abi3.so"
-# The variant beyond v4 differs only where a file asks for one of these; other files share v4's object file.
-BEYOND_V4 = (b"__AVX512BF16__", b"__AVX512VNNI__", b"dpbf16")
-
 # A source may ask for flags of its own in a line that begins so.
 SOURCE_FLAGS = "// flags:"
 
@@ -70,9 +70,18 @@ def sources(package: Path) -> list[Path]:
     return [package / "native" / "library.cpp", *sorted(package.glob("ops/*/kernels_cpu*.cpp"))]
 
 
-def headers(package: Path) -> list[Path]:
-    """The headers that kernel sources may include."""
-    return sorted([*package.glob("native/*.h"), *package.glob("ops/*/*.h")])
+def headers(source: Path, package: Path) -> list[Path]:
+    """The package's headers that ``source`` includes, directly or through another."""
+    found: dict[Path, None] = {}
+    waiting = [source]
+    while waiting:
+        file = waiting.pop()
+        for name in re.findall(r'^#include "(.+)"', file.read_text(), re.MULTILINE):
+            header = next((p for p in (file.parent / name, package / "native" / name) if p.exists()), None)
+            if header and header not in found:
+                found[header] = None
+                waiting.append(header)
+    return sorted(found)
 
 
 def library_name(variant: str) -> str:
@@ -80,11 +89,11 @@ def library_name(variant: str) -> str:
     return f"libopmux_{variant}.so"
 
 
-def build(package: Path, destination: Path, objects: Path) -> Report:
+def build(package: Path, destination: Path, objects: Path, variants: Sequence[str] = ()) -> Report:
     """Build everything of the package folder ``package`` into the package folder ``destination``.
 
-    Object files are kept in ``objects`` under names that hold a hash of all that went into them, so that a second build
-    compiles what changed.
+    ``variants`` limits the build to these of the machine's. Object files are kept in ``objects`` under names that hold
+    a hash of all that went into them, so that a second build compiles what changed.
     """
     report = Report()
     lib = destination / "native" / "lib"
@@ -93,7 +102,7 @@ def build(package: Path, destination: Path, objects: Path) -> Report:
         compiler = _find_compiler(report)
         if compiler:
             objects.mkdir(parents=True, exist_ok=True)
-            _build_variants(report, compiler, package, lib, objects)
+            _build_variants(report, compiler, package, lib, objects, variants)
             _build_fastcall(report, compiler, package, destination)
     except OSError as error:
         report.errors["build"] = str(error)
@@ -115,34 +124,33 @@ def _find_compiler(report: Report) -> list[str] | None:
     return wanted
 
 
-def _build_variants(report: Report, compiler: list[str], package: Path, lib: Path, objects: Path) -> None:
+def _build_variants(
+    report: Report, compiler: list[str], package: Path, lib: Path, objects: Path, wanted: Sequence[str]
+) -> None:
     variants = VARIANTS.get(report.machine, {"generic": []})
-    header_bytes = b"".join(path.read_bytes() for path in headers(package))
+    variants = {name: flags for name, flags in variants.items() if not wanted or name in wanted}
 
     def compile_one(job: tuple[str, Path]) -> tuple[Path, str | None]:
         variant, source = job
-        text = source.read_bytes()
-        if variant == "v4bf16" and not any(word in text + header_bytes for word in BEYOND_V4):
-            variant = "v4"
-        own = [
-            line[len(SOURCE_FLAGS) :].split() for line in text.decode().splitlines() if line.startswith(SOURCE_FLAGS)
-        ]
+        text = source.read_text()
+        own = [line.removeprefix(SOURCE_FLAGS).split() for line in text.splitlines() if line.startswith(SOURCE_FLAGS)]
         flags = [*COMMON_FLAGS, *variants[variant], *itertools.chain(*own), f"-I{package / 'native'}"]
-        key = hashlib.sha256(repr((report.compiler_version, flags)).encode() + header_bytes + text).hexdigest()[:16]
-        target = objects / f"{variant}-{source.parent.name}-{source.stem}-{key}.o"
+        inputs = [report.compiler_version, *flags, text, *(path.read_text() for path in headers(source, package))]
+        stem = f"{variant}-{source.parent.name}-{source.stem}"
+        target = objects / f"{stem}-{hashlib.sha256(repr(inputs).encode()).hexdigest()[:16]}.o"
         if target.exists():
             return target, None
         partial = target.with_suffix(f".{os.getpid()}")
         error = _run([*compiler, *flags, "-c", str(source), "-o", str(partial)])
         if error is None:
+            for stale in objects.glob(f"{stem}-*.o"):
+                stale.unlink()
             partial.replace(target)
         return target, error
 
     jobs = [(variant, source) for source in sources(package) for variant in variants]
-    # v4bf16 last: it finds v4's object files.
-    waves = [[job for job in jobs if job[0] != "v4bf16"], [job for job in jobs if job[0] == "v4bf16"]]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        results = {job: result for wave in waves for job, result in zip(wave, pool.map(compile_one, wave), strict=True)}
+        results = dict(zip(jobs, pool.map(compile_one, jobs), strict=True))
     for variant in variants:
         made = [result for (name, _), result in results.items() if name == variant]
         error = next((error for _, error in made if error), None)
@@ -183,8 +191,14 @@ def _run(command: list[str]) -> str | None:
 
 def main() -> int:
     """Build in place, into the package that holds this file."""
+    names = list(VARIANTS.get(platform.machine(), {"generic": []}))
+    parser = argparse.ArgumentParser(prog="python -m opmux.native.build", description="Compile opmux's CPU kernels.")
+    parser.add_argument("variants", nargs="*", metavar="VARIANT", help=f"of {', '.join(names)}; all if none is named")
+    wanted = parser.parse_args().variants
+    if unknown := set(wanted).difference(names):
+        parser.error(f"unknown variant {', '.join(unknown)}; this machine has {', '.join(names)}")
     package = Path(__file__).resolve().parent.parent
-    report = build(package, package, package / "native" / "objects")
+    report = build(package, package, package / "native" / "objects", wanted)
     for what, why in report.errors.items():
         print(f"{what}: {why}", file=sys.stderr)
     print(f"built {', '.join(report.variants) or 'nothing'} with {report.compiler_version}")

@@ -1,17 +1,18 @@
-// Loops over rows on the caller's OpenMP threads: torch's own pool, so torch.set_num_threads is followed.
+// Loops over rows, on as many threads as torch.set_num_threads says.
 #pragma once
 
 #include <omp.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
+
+#include "pool.h"
 
 namespace opmux {
 
 // Below this much memory traffic one thread is faster than waking a second one.
 constexpr int64_t kSerialBytes = 128 << 10;
-// Work is handed out in pieces of about this size: when another process holds a core, the thread on it delays one piece only.
+// Work is handed out in pieces of about this size: a thread that loses its core to another process delays one piece only.
 constexpr int64_t kChunkBytes = 64 << 10;
 // Above this the call is long enough for other Python threads to want the interpreter.
 constexpr int64_t kReleaseGilBytes = 4 << 20;
@@ -46,14 +47,7 @@ void parallel_for(int64_t n, int64_t bytes, const Body& body) {
   }
   const int64_t even = (n + threads - 1) / threads;
   const int64_t chunk = std::clamp<int64_t>(kChunkBytes / std::max<int64_t>(bytes, 1), 1, even);
-  const int team = static_cast<int>(std::min<int64_t>(threads, (n + chunk - 1) / chunk));
-  std::atomic<int64_t> next{0};
-#pragma omp parallel num_threads(team)
-  for (;;) {
-    const int64_t begin = next.fetch_add(chunk, std::memory_order_relaxed);
-    if (begin >= n) break;
-    body(begin, std::min(begin + chunk, n));
-  }
+  share((n + chunk - 1) / chunk, [&](int64_t k) { body(k * chunk, std::min((k + 1) * chunk, n)); });
 }
 
 // Calls body(row, first column, columns) for pieces of a [rows, width] problem, so that one long row has several.

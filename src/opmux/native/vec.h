@@ -1,7 +1,7 @@
 // fp32 vectors, as wide as the variant's registers, and rows of fp32, bf16 or fp16 storage loaded into and stored from them.
 //
 // Arithmetic (+ - * / comparisons, mask ? a : b) is the compiler's vector extension. Rounding to storage is to nearest even
-// and keeps NaN; it is the same bit for bit in every variant (the avx512_bf16 convert flushes subnormals, so it is not used).
+// and keeps NaN; it is the same in every variant.
 #pragma once
 
 #include <cstdint>
@@ -69,6 +69,11 @@ inline float sum(vf v) {
 inline vf from_bf16(vh h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
 
 inline vh to_bf16(vf v) {
+#if defined(__AVX512BF16__)
+  // The instruction rounds as we do but for subnormal numbers, which it takes for zero.
+  constexpr int kSubnormal = 0x20;
+  if (__builtin_expect(_mm512_fpclass_ps_mask(v, kSubnormal) == 0, 1)) return (vh)_mm512_cvtneps_pbh(v);
+#endif
   const vu b = (vu)v;
   const vu rounded = b + 0x7fff + ((b >> 16) & 1);
   return __builtin_convertvector((v == v ? rounded : (b | 0x400000)) >> 16, vh);

@@ -1,4 +1,4 @@
-// flags: -ffp-contract=off -fno-associative-math
+// flags: -O2 -ffp-contract=off -fno-associative-math
 // Activations. Each is a functor on fp32 vectors; the loops below serve all of them.
 #include <cmath>
 #include <type_traits>
@@ -66,13 +66,11 @@ void gated(const Gated& p, const Activation& activation) {
     const T* gate = static_cast<const T*>(p.gate) + row * p.gate_stride + first;
     const T* up = static_cast<const T*>(p.up) + row * p.up_stride + first;
     T* out = static_cast<T*>(p.out) + row * p.width + first;
-    if (p.round_gate) {
-      for_lanes(columns, [&](int64_t i, auto n) {
-        store(out + i, round_to<T>(activation(load(gate + i, n))) * load(up + i, n), n);
-      });
-    } else {
-      for_lanes(columns, [&](int64_t i, auto n) { store(out + i, activation(load(gate + i, n)) * load(up + i, n), n); });
-    }
+    for_lanes(columns, [&](int64_t i, auto n) {
+      vf activated = activation(load(gate + i, n));
+      if (p.round_gate) activated = round_to<T>(activated);
+      store(out + i, activated * load(up + i, n), n);
+    });
   });
 }
 

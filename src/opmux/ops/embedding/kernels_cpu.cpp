@@ -2,6 +2,7 @@
 #include <cstring>
 
 #include "abi.h"
+#include "memory.h"
 #include "threads.h"
 
 using namespace opmux;
@@ -33,6 +34,7 @@ OPMUX_EXPORT int64_t opmux_gather_rows(const Arg* a) {
       if (row_of(k) >= rows) return k + 1;
     }
   }
+  expect_output(out, count * row_bytes);
   parallel_for(count, 2 * row_bytes, [&](int64_t begin, int64_t end) {
     for (int64_t k = begin; k < end; ++k) {
       const uint64_t row = row_of(k);

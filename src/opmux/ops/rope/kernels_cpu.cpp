@@ -1,8 +1,9 @@
-// flags: -ffp-contract=off -fno-associative-math
+// flags: -O2 -ffp-contract=off -fno-associative-math
 // Rotary embedding. Without contraction and reassociation, so that each rounding is where PyTorch's own body has it.
 #include <type_traits>
 
 #include "abi.h"
+#include "memory.h"
 #include "threads.h"
 #include "vec.h"
 
@@ -108,6 +109,9 @@ void rotate_token(const Rotation& r, const Angles& angles, const Heads* sides, i
 template <class AnglesOf>
 void rotate_all(const Rotation& r, int64_t dtype, const Heads* sides, int64_t batches, int64_t tokens, const AnglesOf& angles_of) {
   const int64_t bytes = 2 * (sides[0].heads + sides[1].heads) * r.head_dim * size_of(dtype);
+  for (int side = 0; side < 2; ++side) {
+    expect_output(sides[side].out, batches * tokens * sides[side].heads * r.head_dim * size_of(dtype));
+  }
   with_dtype(dtype, [&](auto* tag) {
     parallel_for(batches * tokens, bytes, [&](int64_t begin, int64_t end) {
       for (int64_t k = begin; k < end; ++k) {
