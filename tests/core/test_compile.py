@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import opmux
 from opmux.core.custom_op import CustomOp
@@ -248,6 +249,18 @@ def test_b56_ops_of_two_configs_in_one_graph() -> None:
         second = Probe()
     model = nn.Sequential(first, second)
     assert torch.compile(model, backend="eager", fullgraph=True)(X)[0, 0] == model(X)[0, 0] == 11
+
+
+@torch.no_grad()
+def test_traced_without_the_compiler() -> None:
+    """make_fx, export and dispatch modes see the opaque op, not an empty tensor that something filled unseen."""
+    model = SiluAndMul()
+    x, other = torch.randn(2, 8), torch.randn(2, 8)
+    graph = make_fx(model)(x)
+    exported = torch.export.export(model, (x,)).module()
+    for traced in (graph, exported):
+        assert any("opmux." in str(node.target) for node in traced.graph.nodes)
+        torch.testing.assert_close(traced(other), model(other))
 
 
 def test_opaque_ops_pass_opcheck() -> None:

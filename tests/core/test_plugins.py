@@ -134,6 +134,17 @@ def test_p2_a_plugin_that_raises_is_reported_and_skipped(installed: Install) -> 
     assert "driver" in record.detail
 
 
+def test_p2_a_skipped_plugin_leaves_nothing_in_force(installed: Install) -> None:
+    def half() -> None:
+        vendor_norm()
+        boom()
+
+    installed("half", half)
+    with pytest.warns(plugins.PluginWarning, match="'half'"):
+        assert type(RMSNorm(4)) is RMSNorm
+    assert not CustomOp.op_registry_oot
+
+
 def test_p2_a_plugin_that_cannot_be_imported(installed: Install) -> None:
     installed("gone", boom)
     _callables.clear()

@@ -322,6 +322,16 @@ def test_r6_lazy_target_arrives(key: str) -> None:
     assert type(base()) is base, "a lazy registration keeps its scope"
 
 
+def test_r6_lazy_target_arrives_and_is_no_base_of_what_waits() -> None:
+    CustomOp.register_oot("LaterOp", lazy=True)(new_op("Waiting"))
+    base: Any = new_op("LaterOp")
+    with pytest.raises(RegistrationError, match=r"Waiting cannot replace .*LaterOp.*subclass"):
+        CustomOp.register("later_op")(base)
+    assert CustomOp.op_registry["later_op"] is base
+    assert not CustomOp.op_registry_oot
+    assert type(base()) is base
+
+
 def test_r6_lazy_of_a_known_target_is_at_once() -> None:
     CustomOp.register_oot("RMSNorm", lazy=True)(VendorNorm)
     assert type(RMSNorm(4)) is VendorNorm

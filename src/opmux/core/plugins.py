@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from . import registry
 from .errors import PluginError, did_you_mean
 
 GENERAL_GROUP = "opmux.general_plugins"
@@ -80,7 +81,8 @@ def load_group(group: str, check: Callable[[Any], None] | None = None) -> Iterat
             _record(point, "not allowed", f"{ALLOW_VARIABLE}={os.environ.get(ALLOW_VARIABLE)}")
             continue
         try:
-            result = point.load()()
+            with registry.all_or_nothing():
+                result = point.load()()
             if check is not None:
                 check(result)
         except Exception as error:

@@ -228,15 +228,34 @@ def is_replacement(cls: type) -> bool:
 def oot_scope() -> Iterator[None]:
     """Undo, on exit, every registration made inside (contract R10)."""
     load_catalogues()  # what is loaded on demand belongs to the process, not to the first scope that needs it
-    live: tuple[dict[str, Any], ...] = (op_registry, op_registry_oot, _state.replacements, _state.pending)
-    saved = [dict(table) for table in live]
+    restore = _snapshot(op_registry, op_registry_oot, _state.replacements, _state.pending)
     try:
         yield
     finally:
-        for table, old in zip(live, saved, strict=True):
+        restore()
+
+
+@contextlib.contextmanager
+def all_or_nothing() -> Iterator[None]:
+    """Undo the replacements made inside if it ends in an exception: a plugin that is skipped leaves none in force."""
+    restore = _snapshot(op_registry_oot, _state.replacements, _state.pending)
+    try:
+        yield
+    except BaseException:
+        restore()
+        raise
+
+
+def _snapshot(*tables: dict[str, Any]) -> Callable[[], None]:
+    saved = [dict(table) for table in tables]
+
+    def restore() -> None:
+        for table, old in zip(tables, saved, strict=True):
             table.clear()
             table.update(old)
         heritage.publish(_state.replacements)
+
+    return restore
 
 
 def _resolve(target: str, lazy: bool) -> type | None:

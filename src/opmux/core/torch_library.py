@@ -25,7 +25,7 @@ _definitions: dict[str, tuple[str, str, str]] = {}  # name -> (function and file
 
 
 def opaque(*, fake: Callable[..., Any]) -> Callable[[Function], Function]:
-    """Make a kernel function one opaque op while ``torch.compile`` traces, and a plain call otherwise.
+    """Make a kernel function one opaque op while torch traces or watches, and a plain call otherwise.
 
     The function takes tensors and scalars, is fully annotated, mutates nothing and returns new tensors; ``fake`` takes
     the same arguments and returns empty tensors of the right shape, dtype and strides. Going through the dispatcher
@@ -38,10 +38,11 @@ def opaque(*, fake: Callable[..., Any]) -> Callable[[Function], Function]:
         _define(name, schema, function, fake)
         op = getattr(getattr(torch.ops, NAMESPACE), name).default
         compiling = torch.compiler.is_compiling
+        watchers = torch._C._len_torch_dispatch_stack  # make_fx, FakeTensorMode, FlopCounterMode: they must see the op
 
         @functools.wraps(function)
         def call(*args: Any) -> Any:
-            if compiling():
+            if compiling() or watchers():
                 return op(*args)
             return function(*args)
 
