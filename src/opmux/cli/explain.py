@@ -103,6 +103,7 @@ def _model(args: Namespace, output: Output) -> int:
         progress("Putting the ops into the model", None)
         report = apply(loaded.model, args.compilation_config)
     output.json({"model": source.name, "report": report.to_dict(), "config": args.compilation_config.to_dict()})
-    output.print(f"[bold]{escape(source.name)}[/bold]: what would run", tables.ran(report.entries))
+    output.print(f"[bold]{escape(source.name)}[/bold]: what would run")
+    tables.print_report(output, report.entries)
     tables.print_settings(output, args.compilation_config)
     return 0

@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from ..tools.progress import Progress
 
-_LOG_WIDTH = 132
+_LOG_WIDTH = 150
 
 
 def _stderr() -> Console:

@@ -184,5 +184,6 @@ def _faster(ratio: float) -> str:
 
 
 def _print_report(args: Namespace, output: Output, report: Any) -> None:
-    output.print("\n[bold]What ran[/bold]", tables.ran(report.entries))
+    output.print("\n[bold]What ran[/bold]")
+    tables.print_report(output, report.entries)
     tables.print_settings(output, args.compilation_config)

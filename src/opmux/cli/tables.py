@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -25,19 +26,23 @@ def plain(*columns: str, title: str | None = None) -> Table:
     return table
 
 
-def ran(entries: Iterable[Mapping[str, Any]]) -> Table:
+def print_report(output: Output, entries: Iterable[Mapping[str, Any]]) -> None:
     """What ran: the entries of an ``apply`` report, one row for all layers that say the same."""
-    groups: dict[tuple[str, ...], int] = {}
-    for entry in entries:
-        path = _NUMBERS.sub("*", entry["path"])
-        row = (entry["status"], str(entry["op"] or ""), path, _method(entry), str(entry["reason"]))
-        groups[row] = groups.get(row, 0) + 1
+    groups = Counter(
+        (e["status"], str(e["op"] or ""), _NUMBERS.sub("*", e["path"]), _method(e), str(e["reason"])) for e in entries
+    )
+    # Nearly every op gives the same sentence last, the one of its decision. Said once, it leaves the table readable.
+    last = Counter(group[-1].rpartition("; ")[2] for group in groups if group[0] == "applied")
+    common = next((sentence for sentence, count in last.most_common(1) if count > 1), None)
     table = plain("op", "in the model", "n", "runs", "why")
     for (status, op, path, method, reason), count in sorted(groups.items()):
-        style = "" if status == "applied" else "dim"
-        runs = method if status == "applied" else status
-        table.add_row(escape(op), escape(path), str(count), escape(runs), escape(reason), style=style)
-    return table
+        rest, _, sentence = reason.rpartition("; ")
+        why = f"{rest} *".strip() if status == "applied" and sentence == common else reason
+        runs, style = (method, "") if status == "applied" else (status, "dim")
+        table.add_row(escape(op), escape(path), str(count), escape(runs), escape(why), style=style)
+    output.print(table)
+    if common is not None:
+        output.print(f"[dim]* {escape(common)}[/dim]")
 
 
 def _method(entry: Mapping[str, Any]) -> str:

@@ -92,13 +92,12 @@ def compare(
             _generate_s(loop, prompt, min(4, decode_tokens))
         for turn in range(plan.rounds):
             order = list(sides) if turn % 2 == 0 else list(sides)[::-1]
-            for index, (task, measure) in enumerate(once.items()):
-                progress("Measuring", (turn + index / 4) / plan.rounds)
-                for side in order:
-                    with _undisturbed():
-                        samples[side].setdefault(task, []).append(measure(sides[side]))
-            progress("Measuring", (turn + 3 / 4) / plan.rounds)
             with _undisturbed():
+                for index, (task, measure) in enumerate(once.items()):
+                    progress("Measuring", (turn + index / 4) / plan.rounds)
+                    for side in order:
+                        samples[side].setdefault(task, []).append(measure(sides[side]))
+                progress("Measuring", (turn + 3 / 4) / plan.rounds)
                 speeds = _decode_in_turns({side: sides[side] for side in order}, prompt, decode_tokens)
             for side in sides:
                 samples[side].setdefault("decode_tokens_per_s", []).extend(speeds[side])
@@ -149,7 +148,7 @@ def versions() -> dict[str, str | None]:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """No garbage collection while the clock runs."""
+    """Garbage is collected before the clock runs, never while it does."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()

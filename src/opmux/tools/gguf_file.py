@@ -118,7 +118,8 @@ def _convert(path: Path, dtype: str, reader: Any, target: Path, progress: Progre
         architecture = reader.get_field("general.architecture")
         named = architecture.contents() if architecture is not None else "none"
         raise ModelError(
-            f"{path} (architecture {named!r}) cannot be converted by transformers {version('transformers')}: {error}"
+            f"{path} (architecture {named!r}) cannot be converted by transformers {version('transformers')}: "
+            f"{f'{error} is missing' if isinstance(error, KeyError) else error}"
         ) from error
     # transformers marks the model as quantised even when every weight was unpacked, and then refuses to save it.
     model.hf_quantizer = None  # type: ignore[assignment]
