@@ -23,8 +23,6 @@ from opmux.ops.rope import kernels_cpu as rope
 
 pytestmark = pytest.mark.skipif(not library.available, reason=f"compiled CPU library: {library.reason}")
 
-# v4bf16 runs the same code as v4 here.
-VARIANTS = [name for name in library.supported() if name != "v4" or "v4bf16" not in library.supported()]
 WIDTHS = [1, 2, 3, 7, 63, 65, 576, 769, 4096, 65537]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Half a unit in the last place, and a little for fp32 arithmetic.
@@ -64,7 +62,7 @@ class Guard:
             assert (buffer[GUARD_BYTES + size :] == SENTINEL).all()
 
 
-@pytest.fixture(params=VARIANTS, autouse=True)
+@pytest.fixture(params=library.supported(), autouse=True)
 def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Each variant that this processor runs, side by side in one process, with guarded outputs."""
     kernels, guard = Kernels(NativeLibrary(variant=request.param)), Guard()

@@ -51,7 +51,7 @@ class Report:
 
     compiler: str | None = None
     compiler_version: str | None = None
-    machine: str = field(default_factory=platform.machine)
+    machine: str = field(default_factory=lambda: platform.machine())
     variants: list[str] = field(default_factory=list)
     fastcall: bool = False
     errors: dict[str, str] = field(default_factory=dict)
