@@ -1,0 +1,412 @@
+// The inner routine of attention: one block of query rows against one range of keys of one key head, with the softmax
+// computed on the way (Milakov and Gimelshein 2018, arXiv 1805.02867).
+//
+// Query rows are lanes: scores come out as [key][row], so that maximum, exponential and sum of a row never leave its lane,
+// and the packed weights are at once the left matrix of the product with the values. The rows of a block are all queries
+// of the heads that share a key head, so grouped heads and short queries fill the lanes together.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+
+#include "panel.h"
+#include "vec_math.h"
+
+namespace opmux {
+
+constexpr int kMaxRows = kMaxVectors * kLanes;
+// Keys at a time: scores of 64 rows (24 KB) stay in the first- and second-level caches. Even, and a multiple of kTileRows.
+constexpr int kKeys = 96;
+constexpr float kLowest = -std::numeric_limits<float>::infinity();
+
+enum class MaskKind : int64_t { None, Bool, Float };
+enum class Seen { None, Some, All };  // what a mask shows of a block
+
+template <class T>
+struct Attention {
+  const T* q;
+  const T* k;
+  const T* v;
+  T* out;  // [B, S, N, Dv] contiguous
+  int64_t batch, queries, keys, heads, key_heads, size, value_size;
+  int64_t q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head;  // strides, elements
+  float scale, cap;    // cap: 0 for none
+  int64_t causal, window;  // window: keys that a query sees, itself included; 0 for all
+  const int64_t* lengths;  // keys of each sequence, or null
+  MaskKind mask_kind;
+  const void* mask;  // bool, or T to add
+  int64_t mask_batch, mask_head, mask_query, mask_key;
+
+  int64_t group() const { return heads / key_heads; }
+  int64_t length(int64_t b) const { return lengths ? std::clamp<int64_t>(lengths[b], 0, keys) : keys; }
+};
+
+// How a storage type is multiplied: in pairs of bf16 where the processor can, otherwise as fp32.
+template <class T> struct StepsOf { using type = SingleSteps; };
+#if defined(__AVX512BF16__)
+template <> struct StepsOf<bf16> { using type = PairSteps; };
+#endif
+
+// 2^x for x <= 0 or so; relative error 1e-7. Exactly zero far below, NaN stays.
+inline vf exp2(vf x) {
+  x = x < -160.0f ? splat(-160.0f) : x;
+  const vf n = nearest(x);
+  const vf r = x - n;
+  vf p = splat(1.53441055e-4f);
+  p = fma(p, r, splat(1.34054618e-3f));
+  p = fma(p, r, splat(9.61854495e-3f));
+  p = fma(p, r, splat(5.55031262e-2f));
+  p = fma(p, r, splat(2.40226462e-1f));
+  p = fma(p, r, splat(6.93147242e-1f));
+  p = fma(p, r, splat(1.0f));
+  return scale_by_power_of_two(p, n);
+}
+
+// Two rows of a right matrix whose steps are pairs of rows: out[i] = (a[i], b[i]); b null: (a[i], 0).
+inline void interleave(const bf16* a, const bf16* b, int64_t size, uint32_t* out) {
+  for_lanes(size, [&](int64_t i, auto n) {
+    vu both = __builtin_convertvector(load_bits<vh>(a + i, n), vu);
+    if (b) both |= __builtin_convertvector(load_bits<vh>(b + i, n), vu) << 16;
+    store_bits(out + i, both, n);
+  });
+}
+
+// Two vectors of weights, rounded to bf16, as one vector of pairs.
+#if defined(__AVX512BF16__)
+inline vf pair_up(vf a, vf b) {
+  alignas(64) static constexpr uint16_t kOrder[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                      8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const __m512bh packed = _mm512_cvtne2ps_pbh(b, a);
+  return (vf)_mm512_permutexvar_epi16(_mm512_load_si512(kOrder), (__m512i)packed);
+}
+#endif
+
+// One thread's working memory, for one block at a time.
+template <class T>
+class Block {
+  using Steps = typename StepsOf<T>::type;
+  static constexpr bool kPaired = !std::is_same_v<Steps, SingleSteps>;
+
+ public:
+  Block() = default;
+  ~Block() { std::free(memory_); }
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+
+  // The rows [first, first + rows) of key head `head` of sequence b; row r is query r / group of head r % group.
+  void open(const Attention<T>& a, int64_t b, int64_t head, int64_t first, int64_t rows) {
+    reserve(a);
+    b_ = b, head_ = head, first_ = first, rows_ = rows;
+    vectors_ = static_cast<int>((rows + kLanes - 1) / kLanes);
+    const int64_t group = a.group(), offset = a.length(b) - a.queries;
+    for (int64_t m = 0; m < kMaxRows; ++m) {
+      positions_[m] = static_cast<int32_t>(offset + (first + std::min(m, rows - 1)) / group);
+    }
+    for (int v = 0; v < kMaxVectors; ++v) top_[v] = splat(kLowest), total_[v] = vf{};
+    std::memset(sums_, 0, a.value_size * vectors_ * sizeof(vf));
+    with_vectors([&](auto mv) {
+      pack_panel<decltype(mv)::value>(Steps{}, rows, a.size, panel_, [&](int64_t m) { return query(a, m); });
+    });
+  }
+
+  // The keys that some row of the block may see.
+  void visible(const Attention<T>& a, int64_t& begin, int64_t& end) const {
+    begin = a.window > 0 ? std::max<int64_t>(0, positions_[0] - a.window + 1) : 0;
+    end = a.length(b_);
+    if (a.causal) end = std::clamp<int64_t>(positions_[rows_ - 1] + int64_t{1}, 0, end);
+    begin = std::min(begin, end);
+  }
+
+  // Takes in the keys [begin, end).
+  void run(const Attention<T>& a, int64_t begin, int64_t end) {
+    with_vectors([&](auto mv) {
+      for (int64_t key = begin; key < end; key += kKeys) take<decltype(mv)::value>(a, key, std::min<int64_t>(kKeys, end - key));
+    });
+  }
+
+  // Writes the rows; a row that saw no key is zero.
+  void close(const Attention<T>& a) {
+    with_vectors([&](auto mv) {
+      constexpr int MV = decltype(mv)::value;
+      vf inverse[MV];
+      for (int v = 0; v < MV; ++v) inverse[v] = total_[v] == 0.0f ? vf{} : 1.0f / total_[v];
+      for (int64_t d = 0; d < a.value_size; ++d) {
+        for (int v = 0; v < MV; ++v) {
+          float* at = sums_ + (d * MV + v) * kLanes;
+          store(at, load(at) * inverse[v]);
+        }
+      }
+    });
+    const int64_t group = a.group();
+    for (int64_t m = 0; m < rows_; ++m) {
+      const int64_t r = first_ + m;
+      T* out = a.out + ((b_ * a.queries + r / group) * a.heads + head_ * group + r % group) * a.value_size;
+      const float* column = sums_ + m;
+      for_lanes(a.value_size, [&](int64_t d, auto n) {
+        vf v = {};
+        const int64_t count = std::min<int64_t>(kLanes, a.value_size - d);
+        for (int64_t i = 0; i < count; ++i) v[i] = column[(d + i) * vectors_ * kLanes];
+        store(out + d, v, n);
+      });
+    }
+  }
+
+  // What a partial result consists of, for merging: weighted sums, their total and the maximum that they are relative to.
+  static int64_t partial_floats(const Attention<T>& a) { return (a.value_size + 2) * kMaxRows; }
+
+  void save(const Attention<T>& a, float* to) const {
+    const size_t n = vectors_ * kLanes;
+    std::memcpy(to, sums_, a.value_size * n * sizeof(float));
+    std::memcpy(to + a.value_size * n, top_, n * sizeof(float));
+    std::memcpy(to + (a.value_size + 1) * n, total_, n * sizeof(float));
+  }
+
+  void merge(const Attention<T>& a, const float* from) {
+    const float factor = exponent(a);
+    for (int v = 0; v < vectors_; ++v) {
+      const int64_t n = vectors_ * kLanes, at = v * kLanes;
+      const vf other_top = load(from + a.value_size * n + at), other_total = load(from + (a.value_size + 1) * n + at);
+      const vf top = other_top > top_[v] ? other_top : top_[v];
+      const vf base = top == kLowest ? vf{} : top;
+      const vf mine = exp2((top_[v] - base) * factor), others = exp2((other_top - base) * factor);
+      for (int64_t d = 0; d < a.value_size; ++d) {
+        store(sums_ + d * n + at, load(sums_ + d * n + at) * mine + load(from + d * n + at) * others);
+      }
+      total_[v] = total_[v] * mine + other_total * others;
+      top_[v] = top;
+    }
+  }
+
+ private:
+  // Scores stay unscaled where nothing but the scale is applied to them: then it goes into the exponential.
+  static bool plain(const Attention<T>& a) { return a.scale > 0 && a.cap == 0 && a.mask_kind == MaskKind::None; }
+  static float exponent(const Attention<T>& a) { return 1.44269504f * (plain(a) ? a.scale : 1.0f); }
+
+  const T* query(const Attention<T>& a, int64_t m) const {
+    const int64_t r = first_ + m, group = a.group();
+    return a.q + b_ * a.q_batch + r / group * a.q_token + (head_ * group + r % group) * a.q_head;
+  }
+
+  template <class Body>
+  void with_vectors(const Body& body) const {
+    if (vectors_ == 1) return body(std::integral_constant<int, 1>{});
+    if constexpr (kMaxVectors == 2) {
+      body(std::integral_constant<int, 2>{});
+    } else if (vectors_ == 2) {
+      body(std::integral_constant<int, 2>{});
+    } else if (vectors_ == 3) {
+      body(std::integral_constant<int, 3>{});
+    } else {
+      body(std::integral_constant<int, 4>{});
+    }
+  }
+
+  // The keys from `key` on as right matrix of the scores: in place if steps can be read there.
+  Right keys(const Attention<T>& a, int64_t key, int64_t n) {
+    const T* k = a.k + b_ * a.k_batch + head_ * a.k_head + key * a.k_token;
+    constexpr bool kInPlace = kPaired || std::is_same_v<T, float>;
+    if (kInPlace && a.size % Steps::kPerStep == 0) {
+      return {reinterpret_cast<const char*>(k), static_cast<int64_t>(a.k_token * sizeof(T)), 4};
+    }
+    using Element = typename Steps::Element;
+    const int64_t width = (a.size + Steps::kPerStep - 1) / Steps::kPerStep * Steps::kPerStep;
+    Element* to = reinterpret_cast<Element*>(keys_);
+    for (int64_t j = 0; j < n; ++j) {
+      to[j * width + width - 1] = Element{};
+      for_lanes(a.size, [&](int64_t i, auto lanes) { store(to + j * width + i, load(k + j * a.k_token + i, lanes), lanes); });
+    }
+    return {reinterpret_cast<const char*>(to), static_cast<int64_t>(width * sizeof(Element)), 4};
+  }
+
+  // The values from `key` on as right matrix of the weighted sum: its rows are the columns of V.
+  Right values(const Attention<T>& a, int64_t key, int64_t n) {
+    const T* v = a.v + b_ * a.v_batch + head_ * a.v_head + key * a.v_token;
+    if constexpr (kPaired) {
+      for (int64_t j = 0; j < n; j += 2) {
+        interleave(v + j * a.v_token, j + 1 < n ? v + (j + 1) * a.v_token : nullptr, a.value_size, values_ + j / 2 * a.value_size);
+      }
+    } else if constexpr (std::is_same_v<T, float>) {
+      return {reinterpret_cast<const char*>(v), 4, a.v_token * 4};
+    } else {
+      float* to = reinterpret_cast<float*>(values_);
+      for (int64_t j = 0; j < n; ++j) {
+        for_lanes(a.value_size, [&](int64_t i, auto lanes) { store(to + j * a.value_size + i, load(v + j * a.v_token + i, lanes)); });
+      }
+    }
+    return {reinterpret_cast<const char*>(values_), 4, a.value_size * 4};
+  }
+
+  template <int MV>
+  void take(const Attention<T>& a, int64_t key, int64_t n) {
+    const Seen seen = a.mask_kind == MaskKind::None ? Seen::All : read_mask(a, key, n);
+    if (seen == Seen::None) return;
+    vf top[MV];
+    for (int v = 0; v < MV; ++v) top[v] = top_[v];
+    // Every row sees keys up to positions_[0] and none at or before the last position less the window.
+    const int64_t limit = a.causal ? positions_[0] : a.keys;
+    const int64_t lost = a.window > 0 ? positions_[rows_ - 1] - a.window : -1;
+    const bool untouched = plain(a) && key + n - 1 <= limit && key > lost;
+    const Right right = keys(a, key, n);
+    const int64_t steps = (a.size + Steps::kPerStep - 1) / Steps::kPerStep;
+    for_tiles(n, [&](auto nr, int64_t r) {
+      constexpr int NR = decltype(nr)::value;
+      vf acc[NR][MV] = {};
+      multiply_tile<Steps>(panel_, Right{right.base + r * right.row_stride, right.row_stride, 4}, steps, acc);
+#pragma GCC unroll 6
+      for (int i = 0; i < NR; ++i) {
+#pragma GCC unroll 4
+        for (int v = 0; v < MV; ++v) {
+          if (untouched) top[v] = acc[i][v] > top[v] ? acc[i][v] : top[v];
+          store(scores_ + ((r + i) * MV + v) * kLanes, acc[i][v]);
+        }
+      }
+    });
+    if (!untouched) adjust<MV>(a, key, n, limit, lost, seen, top);
+    weigh<MV>(exponent(a), n, top);
+    accumulate<MV>(a, key, n);
+  }
+
+  // Scale, cap and masks, in this order.
+  template <int MV>
+  void adjust(const Attention<T>& a, int64_t key, int64_t n, int64_t limit, int64_t lost, Seen seen, vf (&top)[MV]) {
+    const float scale = plain(a) ? 1.0f : a.scale;
+    for (int64_t j = 0; j < n; ++j) {
+      for (int v = 0; v < MV; ++v) {
+        float* at = scores_ + (j * MV + v) * kLanes;
+        vf s = load(at) * scale;
+        if (a.cap != 0) s = a.cap * tanh(s / a.cap);
+        if (seen == Seen::Some) s += load(mask_ + (j * MV + v) * kLanes);
+        vi position;
+        std::memcpy(&position, positions_ + v * kLanes, sizeof position);
+        const int32_t at_key = static_cast<int32_t>(key + j);
+        if (a.causal && key + j > limit) s = position >= at_key ? s : splat(kLowest);
+        if (key + j <= lost) s = position - static_cast<int32_t>(a.window) < at_key ? s : splat(kLowest);
+        top[v] = s > top[v] ? s : top[v];
+        store(at, s);
+      }
+    }
+  }
+
+  // Scores to weights, in place (paired: two keys to one), and what came before to the new maximum.
+  template <int MV>
+  void weigh(float factor, int64_t n, const vf (&top)[MV]) {
+    vf base[MV], added[MV];
+    for (int v = 0; v < MV; ++v) {
+      base[v] = top[v] == kLowest ? vf{} : top[v];
+      shrink_[v] = exp2((top_[v] - base[v]) * factor);
+      added[v] = vf{};
+    }
+    const auto weight = [&](int64_t j, int v) {
+      const vf w = exp2((load(scores_ + (j * MV + v) * kLanes) - base[v]) * factor);
+      added[v] += w;
+      return w;
+    };
+    if constexpr (kPaired) {
+#if defined(__AVX512BF16__)
+      for (int64_t j = 0; j < n; j += 2) {
+#pragma GCC unroll 4
+        for (int v = 0; v < MV; ++v) {
+          const vf a = weight(j, v), b = j + 1 < n ? weight(j + 1, v) : vf{};
+          store(scores_ + (j / 2 * MV + v) * kLanes, pair_up(a, b));
+        }
+      }
+#endif
+    } else {
+      for (int64_t j = 0; j < n; ++j) {
+#pragma GCC unroll 4
+        for (int v = 0; v < MV; ++v) store(scores_ + (j * MV + v) * kLanes, weight(j, v));
+      }
+    }
+    for (int v = 0; v < MV; ++v) {
+      total_[v] = total_[v] * shrink_[v] + added[v];
+      top_[v] = top[v];
+    }
+  }
+
+  template <int MV>
+  void accumulate(const Attention<T>& a, int64_t key, int64_t n) {
+    const Right right = values(a, key, n);
+    const int64_t steps = (n + Steps::kPerStep - 1) / Steps::kPerStep;
+    for_tiles(a.value_size, [&](auto nr, int64_t d) {
+      constexpr int NR = decltype(nr)::value;
+      vf acc[NR][MV];
+#pragma GCC unroll 6
+      for (int i = 0; i < NR; ++i) {
+#pragma GCC unroll 4
+        for (int v = 0; v < MV; ++v) acc[i][v] = load(sums_ + ((d + i) * MV + v) * kLanes) * shrink_[v];
+      }
+      multiply_tile<Steps>(reinterpret_cast<const uint32_t*>(scores_), Right{right.base + d * 4, 4, right.step_stride}, steps, acc);
+#pragma GCC unroll 6
+      for (int i = 0; i < NR; ++i) {
+#pragma GCC unroll 4
+        for (int v = 0; v < MV; ++v) store(sums_ + ((d + i) * MV + v) * kLanes, acc[i][v]);
+      }
+    });
+  }
+
+  // mask_[key][row] = what to add to a score. Rows of one group share a row of the mask where heads do.
+  Seen read_mask(const Attention<T>& a, int64_t key, int64_t n) {
+    const int64_t group = a.group(), width = vectors_ * kLanes;
+    int64_t seen = 0;
+    bool neutral = true;
+    for (int64_t m = 0; m < rows_; ++m) {
+      const int64_t r = first_ + m;
+      if (m > 0 && a.mask_head == 0 && r % group != 0) {
+        for (int64_t j = 0; j < n; ++j) mask_[j * width + m] = mask_[j * width + m - 1];
+        continue;
+      }
+      const int64_t at = b_ * a.mask_batch + (head_ * group + r % group) * a.mask_head + r / group * a.mask_query + key * a.mask_key;
+      for (int64_t j = 0; j < n; ++j) {
+        float add;
+        if (a.mask_kind == MaskKind::Bool) {
+          add = static_cast<const uint8_t*>(a.mask)[at + j * a.mask_key] ? 0.0f : kLowest;
+        } else {
+          add = load(static_cast<const T*>(a.mask) + at + j * a.mask_key, Part{1})[0];
+        }
+        mask_[j * width + m] = add;
+        seen += add != kLowest;
+        neutral &= add == 0.0f;
+      }
+    }
+    for (int64_t m = rows_; m < width; ++m) {
+      for (int64_t j = 0; j < n; ++j) mask_[j * width + m] = 0.0f;
+    }
+    return seen == 0 ? Seen::None : neutral ? Seen::All : Seen::Some;
+  }
+
+  void reserve(const Attention<T>& a) {
+    const int64_t widest = std::max(a.size, a.value_size) + 2;
+    const int64_t need = (2 * widest * kMaxRows + 2 * kKeys * kMaxRows + 2 * kKeys * widest + 4 * kLanes) * sizeof(float);
+    if (need > size_) {
+      std::free(memory_);
+      size_ = (need + 63) / 64 * 64;
+      memory_ = static_cast<float*>(std::aligned_alloc(64, size_));
+    }
+    // Each part begins on a vector: kMaxRows and kKeys are multiples of the lanes.
+    float* next = memory_;
+    const auto part = [&](int64_t floats) {
+      float* at = next;
+      next += (floats + kLanes - 1) / kLanes * kLanes;
+      return at;
+    };
+    panel_ = reinterpret_cast<uint32_t*>(part(widest * kMaxRows));
+    sums_ = part(widest * kMaxRows);
+    scores_ = part(kKeys * kMaxRows);
+    mask_ = part(kKeys * kMaxRows);
+    keys_ = part(kKeys * widest);
+    values_ = reinterpret_cast<uint32_t*>(part(kKeys * widest));
+  }
+
+  vf top_[kMaxVectors], total_[kMaxVectors], shrink_[kMaxVectors];
+  int32_t positions_[kMaxRows];
+  int64_t b_ = 0, head_ = 0, first_ = 0, rows_ = 0;
+  int vectors_ = 0;
+  float* memory_ = nullptr;
+  int64_t size_ = 0;
+  uint32_t *panel_ = nullptr, *values_ = nullptr;
+  float *sums_ = nullptr, *scores_ = nullptr, *mask_ = nullptr, *keys_ = nullptr;
+};
+
+}  // namespace opmux
