@@ -209,7 +209,7 @@ def _processors(device: torch.device) -> int:
     if device.type == "cpu":
         return 4
     properties = torch.get_device_module(device).get_device_properties(device)
-    return getattr(properties, "multi_processor_count", None) or properties.gpu_subslice_count
+    return int(getattr(properties, "multi_processor_count", None) or properties.gpu_subslice_count)
 
 
 def _precision(q: Tensor) -> str:
@@ -260,7 +260,8 @@ def launch(
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     group, block_m, block_n, splits, warps, stages = config or tile(q, k, v, window, mask is not None or soft_cap > 0.0)
     n_tiles = -(-n_tokens * group // block_m)
-    mask_kind, mask_strides = 0, (0, 0, 0)
+    mask_kind = 0
+    mask_strides: tuple[int, ...] = (0, 0, 0)
     if mask is not None:
         mask = mask if mask.stride(-1) == 1 else mask.contiguous()
         mask_kind = 2 if mask.dtype == torch.bool else 1

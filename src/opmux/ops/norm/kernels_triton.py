@@ -133,16 +133,16 @@ def launch(
     if weight is not None:
         weight = weight.contiguous()
     tensors = (x, x if residual is None else residual, x if weight is None else weight, y, total)
-    scalars = (x_stride, residual_stride, width)
+    strides = (x_stride, residual_stride, width)
     flags = (residual is not None, weight is not None, cast_first, round_sum)
     if width > _WIDEST_ROW_IN_REGISTERS:
-        scalars += (variance_size, eps, weight_offset)
+        scalars = (*strides, variance_size, eps, weight_offset)
         _rms_norm_wide_kernel((n_rows, 1, 1), tensors, scalars, (_LOOP_BLOCK, *flags), 16)
         return y, total
     per_program, block, warps = config or tile(width)
-    scalars += (n_rows, variance_size, eps, weight_offset)
     constants = (per_program, block, block == width, *flags, variance_size != width)
-    _rms_norm_kernel((-(-n_rows // per_program), 1, 1), tensors, scalars, constants, warps)
+    grid = (-(-n_rows // per_program), 1, 1)
+    _rms_norm_kernel(grid, tensors, (*strides, n_rows, variance_size, eps, weight_offset), constants, warps)
     return y, total
 
 
