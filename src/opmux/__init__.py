@@ -41,7 +41,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("opmux.platforms").current().platform
     if name not in _HOMES:
         raise AttributeError(f"module 'opmux' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"opmux.{_HOMES[name]}"), name)
+    home = importlib.import_module(f"opmux.{_HOMES[name]}")
+    value = home if name == _HOMES[name] else getattr(home, name)  # the package opmux.apply is the function, too
     globals()[name] = value
     return value
 

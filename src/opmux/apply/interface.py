@@ -7,6 +7,7 @@ its own that names it; the model's configuration, which other models may share, 
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from ..core.custom_op import CustomOp
 from ..ops.attention.attention import Attention
 from . import probe
 from .attention import CACHE_NAMES, IMPLEMENTATIONS, attention_steps
-from .binding import Binding, parameter_names
+from .binding import Binding, idle, parameter_names
 
 NAME = "opmux"
 _HOLDER = "_opmux_attention"
@@ -31,12 +32,24 @@ class InterfaceBinding(Binding):
         size, queries, keys = heads
         build = {"scale": scale, "num_kv_heads": keys, "enforce_enable": enforce_enable}
         self.config = module.config
+        self.implementation = self.config._attn_implementation
         self.causal = Attention(queries, size, **build)  # type: ignore[arg-type]
         self.full = Attention(queries, size, causal=False, **build)  # type: ignore[arg-type]
 
     def ops(self) -> Iterator[tuple[str, CustomOp, str]]:
         yield "", self.causal, "causal, through AttentionInterface"
         yield "", self.full, "with a mask, through AttentionInterface"
+
+    def yields(self) -> bool:
+        """Whether the model was given another implementation since, or somebody wants the attention weights."""
+        return self.config._attn_implementation != self.implementation or not idle(self.module._forward_hooks)
+
+    def own_function(self) -> Any:
+        """The implementation that the model's config names."""
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        eager = getattr(sys.modules[type(self.module).__module__], "eager_attention_forward", None)
+        return ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
 
     def bind(self) -> None:
         register()
@@ -70,6 +83,10 @@ def attention_forward(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     holder = module.__dict__.get(_HOLDER)
+    if isinstance(holder, InterfaceBinding) and holder.yields():
+        return holder.own_function()(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+        )  # type: ignore[no-any-return]
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     known = isinstance(holder, InterfaceBinding) and (scaling is None or scaling == holder.causal.scale)
     odd = any(kwargs.get(name) is not None for name in ("position_bias", "s_aux", "softcap"))
@@ -81,7 +98,7 @@ def attention_forward(
     if attention_mask is None and causal and 1 < length < key.shape[2]:
         key, value = key[:, :, :length], value[:, :, :length]  # the unused end of a static cache
     q, k, v = (t.transpose(1, 2) for t in (query, key, value))
-    if attention_mask is None and causal:
+    if attention_mask is None and causal and holder.implementation != "eager":  # where no mask means no mask
         return holder.causal(q, k, v), None
     return holder.full(q, k, v, attention_mask), None
 

@@ -51,7 +51,7 @@ class MLPBinding(Binding):
         if all(config.is_custom_op_enabled(op) for op in ("replicated_linear", "silu_and_mul")):
             with torch.device("meta"):
                 both = LinearSiluAndMul(width, rows // 2, bias)
-            if both.decision(linears[0].weight[:1]).method != NATIVE:
+            if both.decision(linears[0].weight.detach()[:1]).method != NATIVE:
                 self.both = both
         if self.both is None:
             with torch.device("meta"):

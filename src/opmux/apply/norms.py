@@ -12,7 +12,7 @@ from ..core.custom_op import CustomOp
 from ..ops.norm.gemma_rms_norm import GemmaRMSNorm
 from ..ops.norm.rms_norm import RMSNorm
 from . import probe
-from .binding import Binding, share_parameters
+from .binding import Binding, parameter_names, share_parameters
 
 Build = dict[str, Any]  # constructor arguments, with the class under "cls"
 
@@ -35,14 +35,9 @@ class NormBinding(Binding):
 
 
 def looks_like_norm(module: nn.Module) -> bool:
-    """A leaf with one vector of parameters, called weight, whose class says that it normalises."""
+    """A leaf with one vector of parameters, called weight, that takes one argument."""
     weight = module._parameters.get("weight")
-    return (
-        "norm" in type(module).__name__.lower()
-        and not module._modules
-        and weight is not None
-        and weight.dim() == 1
-    )  # fmt: skip
+    return not module._modules and weight is not None and weight.dim() == 1 and len(parameter_names(module)) == 1
 
 
 def find_norm(module: nn.Module) -> NormBinding | str:

@@ -7,6 +7,8 @@ import re
 from collections import Counter
 from typing import Any
 
+from torch import Tensor
+
 from ..core.custom_op import CustomOp
 
 _COLUMNS = ("module", "op", "class", "method", "reason")
@@ -31,9 +33,14 @@ class Report:
         self.compile = ""
         self._ops: list[tuple[str, CustomOp]] = []
 
-    def applied(self, path: str, op: CustomOp, note: str, *facts: Any) -> None:
-        """Record an op in place; method and reason come from the op's own decision."""
-        decision = op.decision(*facts)
+    def applied(self, path: str, op: CustomOp, note: str, like: Tensor | None) -> None:
+        """Record an op in place; method and reason come from the op's own decision.
+
+        Args:
+            like: for ops without parameters, a tensor of the device and dtype of the calls to come.
+        """
+        alone = like is None or next(op.parameters(), None) is not None
+        decision = op.decision() if alone else op.decision(like.detach())
         reason = "; ".join(part for part in (note, decision.why) if part)
         self.entries.append(
             {

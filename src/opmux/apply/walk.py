@@ -66,7 +66,8 @@ def apply(
     report = Report(_directives(config), config.sources)
     applied = _Applied(config, fuse, report)
     try:
-        _Walk(model, config, fuse, applied).run()
+        with torch.no_grad():
+            _Walk(model, config, fuse, applied).run()
         _note_unused(report, config)
         _insist(report, strict)
         report.compile = _compile(model, config, applied)
@@ -137,10 +138,9 @@ class _Walk:
         return any(b.module is module for b in self.applied.bindings)
 
     def _record(self, path: str, binding: Binding) -> None:
-        facts = next(binding.module.parameters(), None)
+        like = next(binding.module.parameters(), None)
         for below, op, note in binding.ops():
-            where = f"{path}.{below}" if below else path
-            self.applied.report.applied(where, op, note, *(() if facts is None else (facts,)))
+            self.applied.report.applied(".".join(part for part in (path, below) if part), op, note, like)
 
     def _attention(self, module: nn.Module, config: CompilationConfig, enforced: bool) -> Any:
         return attention.find_attention(module, self.uses, self.rotary, enforced)
