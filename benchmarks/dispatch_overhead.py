@@ -81,8 +81,8 @@ def main() -> None:
     """Print the table, and write it with ``--json``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--rounds", type=int, default=300)
-    parser.add_argument("--repeats", type=int, default=500)
+    parser.add_argument("--rounds", type=int, default=1500)
+    parser.add_argument("--repeats", type=int, default=100)
     options = parser.parse_args()
     with torch.inference_mode():
         rows = measure(options.rounds, options.repeats)

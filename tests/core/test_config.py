@@ -149,7 +149,7 @@ def test_c4_unknown_name_in_a_question() -> None:
     config = CompilationConfig()
     with pytest.raises(DirectiveError, match=r"no op 'silu_and_mull'.*Did you mean 'silu_and_mul'"):
         config.is_custom_op_enabled("silu_and_mull")
-    for bad in (None, 3):
+    for bad in (None, 3, ["rms_norm"], RMSNorm):
         with pytest.raises(DirectiveError, match="There is no op"):
             config.is_custom_op_enabled(bad)  # type: ignore[arg-type]
 

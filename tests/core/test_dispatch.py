@@ -16,7 +16,7 @@ import opmux
 from opmux import platforms
 from opmux.core.custom_op import CustomOp
 from opmux.core.decide import CHAINS, Facts, Lineage, Verdict, decide
-from opmux.core.errors import DeviceMismatchError, KernelRefusedError, RegistrationError, UsageError
+from opmux.core.errors import DeviceMismatchError, KernelRefusedError, PlatformError, RegistrationError, UsageError
 from opmux.core.registry import PLATFORM_METHODS
 from opmux.core.requires import requires
 from opmux.ops import RMSNorm, RotaryEmbedding, SiluAndMul
@@ -490,5 +490,12 @@ def test_explain_by_name_class_and_platform() -> None:
     for bad in (3, None, object, RMSNorm(4)):
         with pytest.raises(UsageError, match=r"explain takes an op's name or class"):
             opmux.explain(bad)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"explain got dtype='float32'.*torch.bfloat16"):
+        opmux.explain("rms_norm", dtype="float32")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"explain got config=.*CompilationConfig\(custom_ops"):
+        opmux.explain("rms_norm", config=["none"])  # type: ignore[arg-type]
+    for wrong in (3, ["cuda"], RMSNorm):
+        with pytest.raises(PlatformError, match="There is no platform"):
+            opmux.explain("rms_norm", platform=wrong)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="redispatch takes a CompilationConfig"):
         RMSNorm(4).redispatch(["none"])  # type: ignore[arg-type]

@@ -173,7 +173,7 @@ class CompilationConfig:
             for name, value in layer.items():
                 if name not in FIELDS:
                     raise ConfigError(
-                        f"compilation_config has no field {name!r} ({source}). {did_you_mean(str(name), FIELDS)}"
+                        f"compilation_config has no field {name!r} ({source}). {did_you_mean(name, FIELDS)}"
                     )
                 if value is not None:
                     values[name], sources[name] = value, source
@@ -223,8 +223,8 @@ class CompilationConfig:
     def is_custom_op_enabled(self, name: str) -> bool:
         """Whether ``name`` (registered name or class name) is enabled; an unknown name is an error (C4)."""
         known = registry.known_names()
-        if name not in known:
-            raise DirectiveError(f"There is no op {name!r}. {did_you_mean(str(name), known)}")
+        if not isinstance(name, str) or name not in known:
+            raise DirectiveError(f"There is no op {name!r}. {did_you_mean(name, known)}")
         return self.verdict(known[name]).enabled
 
     @property

@@ -24,6 +24,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.modules.module import (
+    _global_backward_hooks,
+    _global_backward_pre_hooks,
+    _global_forward_hooks,
+    _global_forward_pre_hooks,
+)
 
 from .. import platforms
 from . import heritage, registry
@@ -35,7 +41,6 @@ from .requires import NOTHING, requirements_of
 
 _compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled
-_any_global_hook = nn.modules.module._has_any_global_hook
 _NO_BACKWARD = "has no backward, and an input needs a gradient"
 
 
@@ -236,7 +241,10 @@ class CustomOp(nn.Module, metaclass=_CustomOpMeta):
             or "forward" in own  # replaced on the object, as accelerate does
             or "_compiled_call_impl" in own  # nn.Module.compile()
             or type(self).forward is not _forward
-            or _any_global_hook()  # type: ignore[no-untyped-call]
+            or _global_forward_hooks
+            or _global_forward_pre_hooks
+            or _global_backward_hooks
+            or _global_backward_pre_hooks
         ):
             return super().__call__(*args, **kwargs)
         return self._select(args, kwargs)(*args, **kwargs)
@@ -250,7 +258,7 @@ class CustomOp(nn.Module, metaclass=_CustomOpMeta):
     def _select(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
         """The bound method that takes this call. Every eager call passes here: keep it short."""
         try:
-            lead = args[self.lead]
+            lead = args[self.lead] if args else kwargs[self._lead_name]  # type: ignore[index]
             device = lead.device
             route = self._routes[device, lead.dtype, type(lead)]
         except (IndexError, KeyError, AttributeError):
@@ -592,6 +600,10 @@ def explain(
             f"explain takes an op's name or class, not {op!r}. Write explain('rms_norm'); for an object, "
             "op.decision(x)."
         )
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise UsageError(f"explain got dtype={dtype!r}; it takes a torch.dtype such as torch.bfloat16.")
+    if config is not None and not isinstance(config, CompilationConfig):
+        raise UsageError(f"explain got config={config!r}; it takes a CompilationConfig(custom_ops=[...]).")
     load_general_plugins()
     facts: Facts = platforms.facts_of_platform(platform, dtype, shape)
     verdict = (config or current_config()).verdict(getattr(cls, "name", None))

@@ -54,14 +54,14 @@ class UsageError(OpmuxError, ValueError):
     """A command was called with an option or a value that it does not take."""
 
 
-def nearest(name: str, known: Iterable[str], limit: int = 3) -> list[str]:
+def nearest(name: object, known: Iterable[str], limit: int = 3) -> list[str]:
     """The known names that ``name`` was probably meant to be, best first."""
     by_key = {k.lower().replace("-", "_"): k for k in known}
-    keys = difflib.get_close_matches(name.lower().replace("-", "_"), by_key, n=limit, cutoff=0.6)
+    keys = difflib.get_close_matches(str(name).lower().replace("-", "_"), by_key, n=limit, cutoff=0.6)
     return [by_key[k] for k in keys]
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: object, known: Iterable[str]) -> str:
     """A sentence with the nearest known names, or with all of them when nothing is near and they are few."""
     known = list(known)
     near = nearest(name, known)

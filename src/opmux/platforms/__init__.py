@@ -59,7 +59,7 @@ def current() -> Current:
 def by_name(name: str) -> type[Platform]:
     """The platform that goes by ``name``."""
     known = {p.name: p for p in BUILT_IN} | {OotPlatform.name: OotPlatform} | vendors()
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise PlatformError(f"There is no platform {name!r}. {did_you_mean(name, known)}")
     return known[name]
 
