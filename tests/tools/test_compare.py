@@ -7,9 +7,9 @@ import gc
 import json
 
 import pytest
-import tiny_model
 import torch
 
+import tiny_model
 from opmux.tools import compare
 from opmux.tools.compare import Plan
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import tiny_model
 
+import tiny_model
 from opmux.tools import models
 from opmux.tools.generate import generate
 

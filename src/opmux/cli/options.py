@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
-from ..core.config import FILE_ENVIRONMENT, CompilationConfig
 from ..core.errors import ConfigError, did_you_mean
 from . import doctor, explain, list_ops, run
 
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
 COMMANDS: dict[str, ModuleType] = {"run": run, "list": list_ops, "explain": explain, "doctor": doctor}
 
 CONFIG = "compilation_config"
+# As opmux.core.config has it, which imports torch: neither --help nor a usage error should wait for that.
+FILE_ENVIRONMENT = "OPMUX_CONFIG"
 _CONFIG_OPTION = re.compile(r"(?:-cc|--compilation[-_]config)(?P<field>\.[\w-]+\+?)?(?P<value>=.*)?", re.DOTALL)
 
 _EPILOG = """The compilation config is taken, field by field, from the command line, else from OPMUX_COMPILATION_CONFIG
@@ -49,12 +50,32 @@ class CompilationOptions:
     strict: bool | None = None
 
 
-def parse(argv: Sequence[str]) -> tuple[ModuleType, Namespace]:
-    """The command's module and its options: command line over file over default.
+@dataclass
+class Call:
+    """One call of a command.
 
-    ``args.compilation_config`` is the resolved ``CompilationConfig`` (contract C8), which knows the source of every
-    field.
+    Attributes:
+        command: the module that runs it.
+        args: its options: command line over file over default.
     """
+
+    command: ModuleType
+    args: Namespace
+    _given: dict[str, Any] = field(default_factory=dict)
+    _file: str | None = None
+
+    def resolve(self) -> None:
+        """Set ``args.compilation_config`` to the ``CompilationConfig`` that holds here (contract C8).
+
+        It knows the source of every field. Checking it imports every op, and with them torch.
+        """
+        from ..core.config import CompilationConfig
+
+        self.args[CONFIG] = CompilationConfig.resolve(cli=self._given, file=self._file)
+
+
+def parse(argv: Sequence[str]) -> Call:
+    """Read the command line and the config file. Usage errors and ``--help`` end the process, as argparse does."""
     parser, commands = _parsers()
     argv = [*normalised(argv)]
     if not argv:
@@ -69,9 +90,7 @@ def parse(argv: Sequence[str]) -> tuple[ModuleType, Namespace]:
         args.update(_from_file(Path(path), name, commands))
     on_command_line = given.pop(CONFIG, None)
     args.update(given)
-    cli = on_command_line.as_dict() if isinstance(on_command_line, Namespace) else on_command_line
-    args[CONFIG] = CompilationConfig.resolve(cli=cli, file=path)
-    return COMMANDS[name], args
+    return Call(COMMANDS[name], args, on_command_line.as_dict() if on_command_line else {}, path)
 
 
 def normalised(argv: Sequence[str]) -> list[str]:

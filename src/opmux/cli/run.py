@@ -46,12 +46,11 @@ def run(args: Namespace, output: Output) -> int:
     prompt = _prompt(args.prompt)
     models.check_prompt(prompt)
     source = models.find(args.model)
-    with output.progress() as progress:
-        progress("Importing torch", None)
-        import torch
+    import torch
 
-        if args.threads is not None:
-            torch.set_num_threads(args.threads)
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    with output.progress() as progress:
         device = arguments.device_named(args.device)
         loaded = models.load(source, args.dtype, device, progress)
     ids = loaded.encode(prompt, chat_template=not args.no_chat_template)

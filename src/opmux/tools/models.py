@@ -234,7 +234,7 @@ def _check_safetensors(files: list[Path]) -> None:
 
 def _import_transformers(progress: Progress) -> None:
     if "transformers" not in sys.modules:
-        progress("Importing torch and transformers", None)
+        progress("Importing transformers", None)
     try:
         import transformers  # noqa: F401  # only to see that it is there
     except ImportError:
