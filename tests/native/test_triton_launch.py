@@ -40,13 +40,13 @@ KERNELS = {  # launcher, types of the pointers, constexprs, warps, stages
     "linear": (linear._few_rows_kernel, ["*bf16"] * 4, (4, 2048, True, True, False, "ieee"), 4, 3),
     "decode": (
         attention._attention_kernel, [*["*bf16"] * 3, "*fp32", "*bf16", "*fp32"],
-        (4, 16, 64, 32, 128, 128, 128, 128, True, False, False, 0, "ieee", 8), 4, 3,
+        (4, 16, 64, True, 128, 128, 128, 128, True, False, False, 0, "ieee", 8), 4, 3,
     ),
     "prefill": (
         attention._attention_kernel, [*["*bf16"] * 5, "*fp32"],
-        (1, 128, 64, 1, 128, 128, 128, 128, True, False, False, 0, "ieee", 8), 8, 2,
+        (1, 128, 64, False, 128, 128, 128, 128, True, False, False, 0, "ieee", 8), 8, 2,
     ),
-    "merge": (attention._merge_kernel, ["*fp32", "*bf16", "*fp32"], (32, 32, 128), 4, 2),
+    "merge": (attention._merge_kernel, ["*fp32", "*bf16", "*fp32"], (128, 16, 128), 4, 2),
 }  # fmt: skip
 
 

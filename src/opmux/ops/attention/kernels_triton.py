@@ -19,6 +19,7 @@ from ...core.torch_library import opaque
 from ...native.triton_launch import kernel, next_power_of_2
 from ..logits.kernels_triton import tanh
 
+_MOST_SPLITS = 128
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -91,8 +92,8 @@ def _attention_kernel(
     out_batch: tl.int64, out_token: tl.int64, out_head: tl.int64, out_split: tl.int64,
     mask_batch: tl.int64, mask_head: tl.int64, mask_token: tl.int64,
     n_tokens: tl.int32, n_keys: tl.int32, n_heads: tl.int32, heads_per_key: tl.int32, n_tiles: tl.int32,
-    window: tl.int32, scale: tl.float32, soft_cap: tl.float32,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr,
+    n_splits: tl.int32, window: tl.int32, scale: tl.float32, soft_cap: tl.float32,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, MASK: tl.constexpr, PRECISION: tl.constexpr,
     UNIT: tl.constexpr,
@@ -138,8 +139,8 @@ def _attention_kernel(
     if WINDOW:
         lo = tl.maximum(0, lowest - window + 1) // BLOCK_N * BLOCK_N
         full_lo = (tl.maximum(0, highest - window + 1) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-    if SPLITS > 1:
-        chunk = tl.cdiv(tl.cdiv(hi - lo, BLOCK_N), SPLITS) * BLOCK_N
+    if SPLIT:
+        chunk = tl.cdiv(tl.cdiv(hi - lo, BLOCK_N), n_splits) * BLOCK_N
         lo = lo + split * chunk
         hi = tl.minimum(hi, lo + chunk)
     full_lo = tl.minimum(tl.maximum(full_lo, lo), tl.maximum(hi, lo))
@@ -169,32 +170,44 @@ def _attention_kernel(
     out_at = out_at + token.to(tl.int64)[:, None] * out_token + head.to(tl.int64)[:, None] * out_head
     in_out = in_rows[:, None] & (feature_v < DV)[None, :]
     tl.store(out_at + feature_v[None, :], out.to(out_ptr.dtype.element_ty), mask=in_out)
-    if SPLITS > 1:
+    if SPLIT:
         lse = tl.where(row_sum == 0.0, float("-inf"), row_max + tl.log2(row_sum))
-        lse_at = lse_ptr + ((batch * n_tokens + token) * n_heads + head) * SPLITS + split
+        lse_at = lse_ptr + ((batch * n_tokens + token) * n_heads + head) * n_splits + split
         tl.store(lse_at, lse, mask=in_rows)
 
 
 @kernel(multiples=("part_split", "width"))
 def _merge_kernel(
-    part_ptr, out_ptr, lse_ptr, part_split: tl.int64, width: tl.int64,
-    SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, BLOCK_DV: tl.constexpr,
+    part_ptr, out_ptr, lse_ptr, part_split: tl.int64, width: tl.int64, n_splits: tl.int32,
+    MOST_SPLITS: tl.constexpr, STEP: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    split = tl.arange(0, BLOCK_SPLITS)
-    lse = tl.load(lse_ptr + row * SPLITS + split, mask=split < SPLITS, other=float("-inf"))
-    largest = tl.max(lse, axis=0)
-    weight = tl.exp2(lse - tl.where(largest == float("-inf"), 0.0, largest))
-    total = tl.sum(weight, axis=0)
+    lse_ptr += row * n_splits
+    every = tl.arange(0, MOST_SPLITS)
+    largest = tl.max(tl.load(lse_ptr + every, mask=every < n_splits, other=float("-inf")), axis=0)
+    largest = tl.where(largest == float("-inf"), 0.0, largest)
     feature = tl.arange(0, BLOCK_DV)
-    part_at = part_ptr + split.to(tl.int64)[:, None] * part_split + row * width + feature[None, :]
-    part = tl.load(part_at, mask=(split < SPLITS)[:, None] & (feature < width)[None, :], other=0.0)
-    out = tl.sum(part * weight[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
-    tl.store(out_ptr + row * width + feature, out.to(out_ptr.dtype.element_ty), mask=feature < width)
+    in_width = feature < width
+    acc = tl.zeros([STEP, BLOCK_DV], tl.float32)
+    total = tl.zeros([STEP], tl.float32)
+    for first in range(0, n_splits, STEP):
+        split = first + tl.arange(0, STEP)
+        in_splits = split < n_splits
+        weight = tl.exp2(tl.load(lse_ptr + split, mask=in_splits, other=float("-inf")) - largest)
+        part_at = part_ptr + split.to(tl.int64)[:, None] * part_split + row * width + feature[None, :]
+        part = tl.load(part_at, mask=in_splits[:, None] & in_width[None, :], other=0.0)
+        acc += part * weight[:, None]
+        total += weight
+    weights = tl.sum(total, axis=0)
+    out = tl.sum(acc, axis=0) / tl.where(weights == 0.0, 1.0, weights)
+    tl.store(out_ptr + row * width + feature, out.to(out_ptr.dtype.element_ty), mask=in_width)
 
 
 class Tile(NamedTuple):
-    """How one call is cut. ``group``: heads per program; ``splits``: programs that share the keys of one tile."""
+    """How one call is cut. ``group``: heads per program; ``splits``: programs that share the keys of one tile.
+
+    Only whether ``splits`` is above 1 is compiled in, so that a growing cache compiles nothing.
+    """
 
     group: int
     block_m: int
@@ -229,7 +242,7 @@ def tile(q: Tensor, k: Tensor, v: Tensor, window: int, changes_scores: bool) -> 
         block_n = 32 if wide or width > 128 else 64
         seen = min(n_keys, window + n_tokens) if window else n_keys
         most = -(-seen // (2 * block_n))
-        splits = max(1, min(128, most, -(-2 * _processors(q.device) // (batch * key_heads))))
+        splits = max(1, min(_MOST_SPLITS, most, -(-2 * _processors(q.device) // (batch * key_heads))))
         return Tile(sharing, block_m, block_n, splits, 4, 2 if wide else 3)
     if wide:
         return Tile(1, 32 if width > 128 else 64, 32, 1, 4, 2)
@@ -278,10 +291,10 @@ def launch(
     unit = 1 if any(step % 8 for step in strides) else 8
     scalars = (
         *(step // unit for step in strides), *mask_strides,
-        n_tokens, n_keys, n_heads, n_heads // key_heads, n_tiles, window, scale, soft_cap,
+        n_tokens, n_keys, n_heads, n_heads // key_heads, n_tiles, splits, window, scale, soft_cap,
     )  # fmt: skip
     constants = (
-        group, block_m, block_n, splits, head_size, width,
+        group, block_m, block_n, splits > 1, head_size, width,
         max(16, next_power_of_2(head_size)), max(16, next_power_of_2(width)),
         causal, window > 0, soft_cap > 0.0, mask_kind, _precision(q), unit,
     )  # fmt: skip
@@ -289,8 +302,9 @@ def launch(
     grid = (n_tiles * batch * (n_heads // group), splits, 1)
     _attention_kernel(grid, tensors, scalars, constants, warps, stages)
     if splits > 1:
-        sizes = (splits, next_power_of_2(splits), max(16, next_power_of_2(width)))
-        _merge_kernel((batch * n_tokens * n_heads, 1, 1), (target, out, lse), (split_stride, width), sizes, 4)
+        sizes = (_MOST_SPLITS, 16, max(16, next_power_of_2(width)))
+        grid = (batch * n_tokens * n_heads, 1, 1)
+        _merge_kernel(grid, (target, out, lse), (split_stride, width, splits), sizes, 4)
     return out
 
 
