@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 import opmux
@@ -75,8 +77,8 @@ def test_c3_default_base_mode(backend: str | None, mode: CompilationMode | None)
     assert config.mode.name in record.directive
     assert config.backend in record.directive
     assert record.directive_source == "default"
-    given = CompilationConfig(custom_ops="all", backend=backend, mode=mode)
-    assert given.is_custom_op_enabled("rms_norm"), "a base mode that is given wins"
+    named = CompilationConfig(custom_ops="all", backend=backend, mode=mode)
+    assert named.is_custom_op_enabled("rms_norm"), "a base mode that is given wins"
 
 
 BAD = [
@@ -125,6 +127,26 @@ def test_c4_rejected(directives: Any, words: str) -> None:
 
     with pytest.raises(DirectiveError, match=words):
         change()
+
+
+ENTRIES = st.one_of(
+    st.sampled_from(
+        ["all", "none", "+rms_norm", "-rms_norm", "+SiluAndMul", "-silu_and_mul", " all ", "all,-rms_norm"]
+    ),
+    st.text(max_size=6),
+)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(ENTRIES, max_size=5))
+def test_c4_any_list_is_taken_or_refused_by_name(entries: list[str]) -> None:
+    try:
+        config = CompilationConfig(custom_ops=entries)
+    except DirectiveError as error:
+        assert any(repr(part.strip()) in str(error) for entry in entries for part in entry.split(","))  # noqa: PT017
+    else:
+        assert CompilationConfig(custom_ops=",".join(config.custom_ops) if config.custom_ops else []) == config
+        assert pickle.loads(pickle.dumps(config)).directives() == config.directives()
 
 
 def test_c4_checked_again_when_the_list_changes() -> None:
@@ -191,8 +213,8 @@ def test_c6_modes() -> None:
     assert [(m.name, m.value) for m in CompilationMode] == [
         ("NONE", 0), ("STOCK_TORCH_COMPILE", 1), ("DYNAMO_TRACE_ONCE", 2), ("VLLM_COMPILE", 3),
     ]  # fmt: skip
-    for given in (3, "3", "VLLM_COMPILE", "vllm_compile", CompilationMode.VLLM_COMPILE):
-        assert CompilationConfig(mode=given).mode is CompilationMode.VLLM_COMPILE  # type: ignore[arg-type]
+    for mode in (3, "3", "VLLM_COMPILE", "vllm_compile", CompilationMode.VLLM_COMPILE):
+        assert CompilationConfig(mode=mode).mode is CompilationMode.VLLM_COMPILE  # type: ignore[arg-type]
 
 
 def test_c6_outside_any_context() -> None:
@@ -306,21 +328,21 @@ OPS = ["rms_norm", "silu_and_mul", "gemma_rms_norm", "apply_rotary_emb"]
 
 @pytest.mark.parametrize("present", range(16))
 def test_c8_precedence(present: int, tmp_path: Path) -> None:
-    given = [bool(present >> i & 1) for i in range(4)]
+    layers = [bool(present >> i & 1) for i in range(4)]
     path = tmp_path / "opmux.json"
     path.write_text(json.dumps({"compilation_config": setting(OPS[0])}))
     config = CompilationConfig.resolve(
-        file=path if given[0] else None,
-        environ={"OPMUX_COMPILATION_CONFIG": json.dumps(setting(OPS[1]))} if given[1] else {},
-        cli=setting(OPS[2]) if given[2] else None,
-        argument=setting(OPS[3]) if given[3] else None,
+        file=path if layers[0] else None,
+        environ={"OPMUX_COMPILATION_CONFIG": json.dumps(setting(OPS[1]))} if layers[1] else {},
+        cli=setting(OPS[2]) if layers[2] else None,
+        argument=setting(OPS[3]) if layers[3] else None,
     )
     on = [name for name in OPS if config.is_custom_op_enabled(name)]
     if not present:
         assert on == OPS
         assert config.sources["custom_ops"] == "default"
         return
-    winner = max(i for i in range(4) if given[i])
+    winner = max(i for i in range(4) if layers[i])
     assert on == [OPS[winner]]
     record = opmux.explain(OPS[winner], config=config)
     assert record.directive_source.startswith(LAYERS[winner])
@@ -406,8 +428,8 @@ def test_c9_the_encoders_config() -> None:
     encoder, enforced = config.for_encoder()
     assert encoder is config
     assert enforced
-    for given in (["all", "-apply_rotary_emb"], "all,-apply_rotary_emb", {"custom_ops": ["all", "-apply_rotary_emb"]}):
-        encoder, enforced = CompilationConfig(custom_ops="none", mm_encoder=given).for_encoder()
+    for own in (["all", "-apply_rotary_emb"], "all,-apply_rotary_emb", {"custom_ops": ["all", "-apply_rotary_emb"]}):
+        encoder, enforced = CompilationConfig(custom_ops="none", mm_encoder=own).for_encoder()
         assert not enforced
         assert not encoder.is_custom_op_enabled("apply_rotary_emb")
         assert encoder.is_custom_op_enabled("rms_norm")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import importlib
 import importlib.util
+import itertools
 import pickle
 import sys
+from inspect import Parameter, Signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -245,6 +248,7 @@ SIGNATURES = {
     "swapped": (lambda self, residual=None, x=None: x, "called 'residual'"),
     "positional only": (lambda self, x, residual=None, /: x, "cannot be given by name"),
     "keyword only": (lambda self, x, *, residual=None: x, "positional"),
+    "keyword only after args": (lambda self, *args, x, residual=None: x, "cannot be given by position"),
     "args without keywords": (lambda self, x, *args: x, "'residual' is missing"),
     "not callable": (3, "must be a method"),
 }
@@ -264,6 +268,38 @@ def test_r6_platform_method_narrower_than_native(fault: str, method: str) -> Non
         with pytest.raises(RegistrationError, match="accepts less"):
             RMSNorm.register_oot(vendor)
         assert not CustomOp.op_registry_oot
+
+
+KINDS = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+
+
+def every_signature() -> list[Signature]:
+    """All signatures of up to two parameters a and b, without catch-alls."""
+    found: dict[str, Signature] = {}
+    for order in (("a",), ("b",), ("a", "b"), ("b", "a")):
+        for kinds in itertools.product(KINDS, repeat=len(order)):
+            for defaults in itertools.product((Parameter.empty, 0), repeat=len(order)):
+                made = [Parameter(n, k, default=d) for n, k, d in zip(order, kinds, defaults, strict=True)]
+                with contextlib.suppress(ValueError):  # a parameter without a default after one with
+                    signature = Signature(sorted(made, key=lambda p: p.kind))
+                    found[str(signature)] = signature
+    return list(found.values())
+
+
+def test_r6_a_signature_that_is_accepted_takes_every_call_alike() -> None:
+    calls = [(args, dict.fromkeys(names)) for args in ((), (0,), (0, 1)) for names in ("", "a", "b", "ab")]
+
+    def bound(signature: Signature, args: tuple[int, ...], kwargs: dict[str, None]) -> dict[str, Any] | None:
+        try:
+            return dict(signature.bind(*args, **kwargs).arguments)
+        except TypeError:
+            return None
+
+    for want, have in itertools.product(every_signature(), repeat=2):
+        if registry._narrower(have, want) is None:
+            for args, kwargs in calls:
+                wanted = bound(want, args, kwargs)
+                assert wanted is None or bound(have, args, kwargs) == wanted, (str(want), str(have), args, kwargs)
 
 
 def test_r6_override_narrower_than_what_it_overrides() -> None:

@@ -376,6 +376,8 @@ def _narrower(have: inspect.Signature, want: inspect.Signature) -> str | None:
             return f"parameter {index + 1} is called {positional[index].name!r}, not {p.name!r}"
         if mine is None and not takes_kwargs and p.kind is not kinds.POSITIONAL_ONLY:
             return f"parameter {p.name!r} is missing"
+        if mine is not None and mine.kind is kinds.KEYWORD_ONLY and by_position:
+            return f"parameter {p.name!r} cannot be given by position"
         if mine is not None and mine.kind is kinds.POSITIONAL_ONLY and p.kind is not kinds.POSITIONAL_ONLY:
             return f"parameter {p.name!r} cannot be given by name"
         if mine is not None and p.default is not kinds.empty and mine.default is kinds.empty:
