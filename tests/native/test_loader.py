@@ -68,8 +68,8 @@ def test_the_best_supported_variant_is_taken() -> None:
 
 
 @needs_library
-@pytest.mark.parametrize("variant", library.supported())
-def test_a_variant_can_be_forced(variant: str) -> None:
+def test_a_variant_can_be_forced() -> None:
+    variant = library.supported()[-1]
     code = "from opmux.native import kernels, library; kernels.max_threads(); print(library.variant)"
     assert run_python(code, OPMUX_NATIVE_VARIANT=variant).stdout.strip() == variant
 

@@ -50,6 +50,10 @@ class Guard:
         shape = x.shape if width is None else (*x.shape[:-1], width)
         return self._allocate(shape, torch.empty(shape, device="meta").stride(), x.dtype)
 
+    def new_rows(self, index: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+        shape = (*index.shape, width)
+        return self._allocate(shape, torch.empty(shape, device="meta").stride(), dtype)
+
     def empty_like(self, x: Tensor) -> Tensor:
         return self._allocate(x.shape, torch.empty_like(x, device="meta").stride(), x.dtype)
 
@@ -69,6 +73,7 @@ def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     for module in (norm, activation, rope, embedding):
         monkeypatch.setattr(module, "kernels", kernels)
         monkeypatch.setattr(module, "new_like", guard.new_like, raising=False)
+        monkeypatch.setattr(module, "new_rows", guard.new_rows, raising=False)
         monkeypatch.setattr(module, "torch", guard, raising=False)
     yield request.param
     guard.check()

@@ -32,13 +32,18 @@ def new_like(x: Tensor, width: int | None = None) -> Tensor:
     """
     if width is None and x.is_contiguous():
         return torch.empty_like(x)
-    return torch.empty_like(_template(x.shape, x.dtype, width))
+    return torch.empty_like(_template(x.shape if width is None else x.shape[:-1], x.dtype, width))
+
+
+def new_rows(index: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """A new contiguous CPU tensor with a row of ``width`` elements for every element of ``index``."""
+    return torch.empty_like(_template(index.shape, dtype, width))
 
 
 @lru_cache(maxsize=4096)
 def _template(shape: torch.Size, dtype: torch.dtype, width: int | None) -> Tensor:
-    """A tensor of that shape without memory of its own: one element, expanded."""
-    wanted = shape if width is None else (*shape[:-1], width)
+    """A tensor of that shape, and a last dimension, without memory of its own: one element, expanded."""
+    wanted = shape if width is None else (*shape, width)
     if 0 in wanted:
         return torch.empty(wanted, dtype=dtype, device="cpu")
     return torch.empty((), dtype=dtype, device="cpu").expand(wanted)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from opmux.core.torch_library import opaque
 from opmux.native import kernels
+from opmux.native.layout import new_rows
 
 
 def _rows(ids: Tensor, table: Tensor, *_: object) -> Tensor:
@@ -27,13 +28,15 @@ def embedding_cpu(ids: Tensor, table: Tensor, first_id: int, zero_missing: bool)
     """
     if not ids.is_contiguous():
         ids = ids.contiguous()
-    if table.stride(1) != 1:
-        table = table.contiguous()
     rows, width = table.shape
-    out = table.new_empty((*ids.shape, width))
+    stride, feature = table.stride()
+    if feature != 1:
+        table = table.contiguous()
+        stride = width
+    out = new_rows(ids, width, table.dtype)
     size = table.itemsize
     bad = kernels.gather_rows(
-        ids.data_ptr(), ids.dtype is torch.int32, ids.numel(), table.data_ptr(), table.stride(0) * size, first_id, rows,
+        ids.data_ptr(), ids.dtype is torch.int32, ids.numel(), table.data_ptr(), stride * size, first_id, rows,
         out.data_ptr(), width * size, zero_missing,
     )  # fmt: skip
     if bad:

@@ -32,11 +32,13 @@ def rms_norm_cpu(
         count, stride, out = x.numel() // (width or 1), width, torch.empty_like(x)
     else:
         (rows, count, width, stride), out = as_rows(x), new_like(x)
+    weight_is_fp32 = False  # which matters only where x's dtype is another
     if weight is not None and (weight.dtype is not dtype or not weight.is_contiguous()):
         weight = _readable(weight, dtype)
+        weight_is_fp32 = weight.dtype is torch.float32
     kernels.rms_norm(
         rows.data_ptr(), stride, None, 0, None if weight is None else weight.data_ptr(), out.data_ptr(), None,
-        count, width, variance_size or width, DTYPE_CODE[dtype], weight is not None and weight.dtype is torch.float32,
+        count, width, variance_size or width, DTYPE_CODE[dtype], weight_is_fp32,
         eps, weight_offset, cast_first, False,
     )  # fmt: skip
     return out
@@ -61,12 +63,14 @@ def add_rms_norm_cpu(
     residual, _, _, residual_stride = as_rows(residual)
     out, new_residual = new_like(x), new_like(x)
     dtype = x.dtype
+    weight_is_fp32 = False  # which matters only where x's dtype is another
     if weight is not None and (weight.dtype is not dtype or not weight.is_contiguous()):
         weight = _readable(weight, dtype)
+        weight_is_fp32 = weight.dtype is torch.float32
     kernels.rms_norm(
         rows.data_ptr(), stride, residual.data_ptr(), residual_stride, None if weight is None else weight.data_ptr(),
         out.data_ptr(), new_residual.data_ptr(), count, width, variance_size or width, DTYPE_CODE[dtype],
-        weight is not None and weight.dtype is torch.float32, eps, weight_offset, cast_first, round_sum,
+        weight_is_fp32, eps, weight_offset, cast_first, round_sum,
     )  # fmt: skip
     return out, new_residual
 

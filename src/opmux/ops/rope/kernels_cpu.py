@@ -41,8 +41,10 @@ def rotary_embedding_cpu(
     """
     if not positions.is_contiguous():
         positions = positions.contiguous()
-    if table.stride(1) != 1:
+    row, feature = table.stride()
+    if feature != 1:
         table = table.contiguous()
+        row = rotary_dim
     query, of_query, rotated = _heads(query)
     of_key, out = _NO_KEY, [rotated]
     if key is not None:
@@ -51,7 +53,7 @@ def rotary_embedding_cpu(
     bad = kernels.rotary_embedding(
         DTYPE_CODE[query.dtype], rotary_dim, query.shape[2], DTYPE_CODE[table.dtype], interleaved, round_table,
         round_steps, positions.data_ptr(), positions.dtype is torch.int32, positions.numel(),
-        table.data_ptr(), table.shape[0], table.stride(0), *of_query, *of_key,
+        table.data_ptr(), table.shape[0], row, *of_query, *of_key,
     )  # fmt: skip
     if bad:
         raise IndexError(
@@ -79,23 +81,28 @@ def apply_rotary_emb_cpu(
 
     Returns: [B, S, N, R], contiguous.
     """
-    if cos.stride() != sin.stride() or cos.stride(1) != 1:
+    if not (cos.is_contiguous() and sin.is_contiguous()):
         cos, sin = cos.contiguous(), sin.contiguous()
-    if x.stride(3) != 1:
-        x = x.contiguous()
     batches, tokens, heads, width = x.shape
+    batch, token, head, feature = x.stride()
     out = new_like(x)
-    batch, token, head, _ = x.stride()
+    if feature != 1:
+        x = x.contiguous()
+        batch, token, head, _ = x.stride()
     kernels.rotary_cos_sin(
         DTYPE_CODE[x.dtype], width, width, DTYPE_CODE[cos.dtype], interleaved, round_table, round_steps, batches,
-        tokens, cos.data_ptr(), sin.data_ptr(), 0, cos.stride(0), 0,
+        tokens, cos.data_ptr(), sin.data_ptr(), 0, width // 2, 0,
         x.data_ptr(), batch, token, head, out.data_ptr(), tokens * heads * width, heads * width, width, heads,
         None, 0, 0, 0, None, 0, 0, 0, 0,
     )  # fmt: skip
     return out
 
 
-@opaque(fake=lambda query, key, *_: (torch.empty_like(query), torch.empty_like(key)))
+def _in_order_of(x: Tensor) -> Tensor:
+    return torch.empty_like(x if x.stride(3) == 1 else x.contiguous())
+
+
+@opaque(fake=lambda query, key, *_: (_in_order_of(query), _in_order_of(key)))
 def rotate_query_key_cpu(
     query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, round_steps: bool
 ) -> tuple[Tensor, Tensor]:
@@ -108,25 +115,25 @@ def rotate_query_key_cpu(
 
     Returns: query and key rotated, in new tensors with the memory order of the inputs.
     """
-    if cos.stride() != sin.stride() or cos.stride(2) != 1:
+    if not (cos.is_contiguous() and sin.is_contiguous()):
         cos, sin = cos.contiguous(), sin.contiguous()
     table_batches, tokens, rotary_dim = cos.shape
-    table_batch, table_token, _ = cos.stride()
-    if table_batches == 1:
-        table_batch = 0
-    if query.stride(3) != 1:
+    table_batch = 0 if table_batches == 1 else tokens * rotary_dim
+    batches, heads, _, head_dim = query.shape
+    batch, head, token, feature = query.stride()
+    if feature != 1:
         query = query.contiguous()
-    if key.stride(3) != 1:
+        batch, head, token, _ = query.stride()
+    key_batch, key_head, key_token, feature = key.stride()
+    if feature != 1:
         key = key.contiguous()
+        key_batch, key_head, key_token, _ = key.stride()
     rotated_query, rotated_key = torch.empty_like(query), torch.empty_like(key)
-    batches, heads, tokens, head_dim = query.shape
-    batch, head, token, _ = query.stride()
     out_batch, out_head, out_token, _ = rotated_query.stride()
-    key_batch, key_head, key_token, _ = key.stride()
     out_key_batch, out_key_head, out_key_token, _ = rotated_key.stride()
     kernels.rotary_cos_sin(
         DTYPE_CODE[query.dtype], rotary_dim, head_dim, DTYPE_CODE[cos.dtype], False, False, round_steps, batches,
-        tokens, cos.data_ptr(), sin.data_ptr(), table_batch, table_token, rotary_dim // 2,
+        tokens, cos.data_ptr(), sin.data_ptr(), table_batch, rotary_dim, rotary_dim // 2,
         query.data_ptr(), batch, token, head, rotated_query.data_ptr(), out_batch, out_token, out_head, heads,
         key.data_ptr(), key_batch, key_token, key_head, rotated_key.data_ptr(), out_key_batch, out_key_token,
         out_key_head, key.shape[1],
