@@ -39,7 +39,7 @@ class FatreluAndMul(CustomOp):
 
     def __init__(self, threshold: float = 0.0, *, enforce_enable: bool = False) -> None:
         super().__init__(enforce_enable=enforce_enable)
-        self.threshold = threshold
+        self.threshold = float(threshold)
 
     def forward_native(self, x: Tensor) -> Tensor:
         check_gated("fatrelu_and_mul", x)

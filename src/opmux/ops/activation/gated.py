@@ -17,7 +17,9 @@ def check_gated(op: str, x: Tensor) -> None:
     if not x.is_floating_point():
         raise TypeError(f"{op} takes floating-point tensors; x is {x.dtype}.")
     if x.dim() == 0 or x.shape[-1] % 2:
-        raise ValueError(f"{op} splits the last dimension in two halves; x has shape {tuple(x.shape)}, which is odd there.")
+        raise ValueError(
+            f"{op} splits the last dimension in two halves; x has shape {tuple(x.shape)}, which is odd there."
+        )
 
 
 def gated_cases(variants: Sequence[dict[str, Any]] = ({},)) -> Iterator[Case]:

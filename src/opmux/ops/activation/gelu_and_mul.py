@@ -29,7 +29,8 @@ class GeluAndMul(CustomOp):
     Dtypes:  fp32, fp16, bf16; computed in fp32, rounded once to x's dtype. With
              ``round_gate`` the gelu is rounded to x's dtype before the multiply, as two separate ops would.
     Mutates: nothing.      Grad: native only.
-    Errors:  ValueError if the last dimension is odd or ``approximate`` is neither "none" nor "tanh"; TypeError for integer x.
+    Errors:  ValueError if the last dimension is odd or ``approximate`` is neither "none" nor "tanh"; TypeError for
+             integer x.
     Source:  Shazeer 2020, arXiv 2002.05202; used by Gemma ("tanh"), Zamba 2 ("none").
 
     Args:

@@ -24,16 +24,19 @@ kernels_triton = lazy_module("opmux.ops.activation.kernels_triton")
 
 @CustomOp.register("gelu_and_mul_sparse")
 class GeluAndMulSparse(CustomOp):
-    """``gelu(relu(gate - cutoff)) * x[..., d:]``; the cutoff keeps about the largest ``1 - activation_sparsity`` of a row's gates.
+    """``gelu(relu(gate - cutoff)) * x[..., d:]``; the cutoff keeps about the largest ``1 - activation_sparsity`` of a
+    row's gates.
 
-    ``gate = x[..., :d]``; ``cutoff = mean(gate) + m * std(gate)`` over the last dimension, with the population deviation and
-    ``m`` the normal quantile of ``activation_sparsity``. Under tensor parallelism the statistics are those of the local shard.
+    ``gate = x[..., :d]``; ``cutoff = mean(gate) + m * std(gate)`` over the last dimension, with the population
+    deviation and
+    ``m`` the normal quantile of ``activation_sparsity``. Under tensor parallelism the statistics are those of the
+    local shard.
 
     Shapes:  x [..., 2d] -> [..., d].
     Dtypes:  fp32, fp16, bf16; computed in fp32, rounded once to x's dtype.
     Mutates: nothing.      Grad: native only.
-    Errors:  ValueError if the last dimension is odd, the sparsity is not inside (0, 1) or ``approximate`` is neither "none" nor
-             "tanh"; TypeError for integer x.
+    Errors:  ValueError if the last dimension is odd, the sparsity is not inside (0, 1) or ``approximate`` is neither
+             "none" nor "tanh"; TypeError for integer x.
     Source:  Gemma 3n; the statistical top-k of Spark Transformer, arXiv 2506.06644.
 
     Args:
@@ -43,9 +46,7 @@ class GeluAndMulSparse(CustomOp):
 
     tolerance = Tolerance(ulp=1.0, fp32=64.0, scale=1.0)
 
-    def __init__(
-        self, activation_sparsity: float, approximate: str = "none", *, enforce_enable: bool = False
-    ) -> None:
+    def __init__(self, activation_sparsity: float, approximate: str = "none", *, enforce_enable: bool = False) -> None:
         super().__init__(enforce_enable=enforce_enable)
         if not 0.0 < activation_sparsity < 1.0:
             raise ValueError(

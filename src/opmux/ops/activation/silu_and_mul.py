@@ -25,8 +25,8 @@ class SiluAndMul(CustomOp):
     """SwiGLU gate: ``silu(x[..., :d]) * x[..., d:]``.
 
     Shapes:  x [..., 2d] -> [..., d].
-    Dtypes:  fp32, fp16, bf16; computed in fp32, rounded once to x's dtype. With ``round_gate`` the silu is rounded to x's
-             dtype before the multiply, as two separate ops would (transformers' MLPs).
+    Dtypes:  fp32, fp16, bf16; computed in fp32, rounded once to x's dtype. With ``round_gate`` the silu is rounded to
+             x's dtype before the multiply, as two separate ops would (transformers' MLPs).
     Mutates: nothing.      Grad: native only.
     Errors:  ValueError if the last dimension is odd; TypeError for integer x.
     Source:  Shazeer 2020, arXiv 2002.05202; used by Llama, Qwen, Mistral.
@@ -34,9 +34,7 @@ class SiluAndMul(CustomOp):
 
     tolerance = Tolerance(ulp=1.0, fp32=4.0)
 
-    def __init__(
-        self, *, compile_native: bool = True, round_gate: bool = False, enforce_enable: bool = False
-    ) -> None:
+    def __init__(self, *, compile_native: bool = True, round_gate: bool = False, enforce_enable: bool = False) -> None:
         super().__init__(enforce_enable=enforce_enable, compile_native=compile_native)
         self.round_gate = round_gate
 

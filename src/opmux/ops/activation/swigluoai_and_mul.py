@@ -40,8 +40,8 @@ class SwigluOAIAndMul(CustomOp):
 
     def __init__(self, alpha: float = 1.702, limit: float = 7.0, *, enforce_enable: bool = False) -> None:
         super().__init__(enforce_enable=enforce_enable)
-        self.alpha = alpha
-        self.limit = limit
+        self.alpha = float(alpha)
+        self.limit = float(limit)
 
     def forward_native(self, x: Tensor) -> Tensor:
         check_gated("swigluoai_and_mul", x)

@@ -29,7 +29,8 @@ class XIELU(CustomOp):
 
     Shapes:  x [...] -> [...].
     Dtypes:  fp32, fp16, bf16; computed in fp32, rounded once to x's dtype, whatever dtype the parameters have.
-    State:   parameters ``alpha_p``, ``alpha_n`` [1], stored as inverse softplus; buffers ``beta``, ``eps``, in the state dict.
+    State:   parameters ``alpha_p``, ``alpha_n`` [1], stored as inverse softplus; buffers ``beta``, ``eps``, in the
+             state dict.
     Mutates: nothing.      Grad: native only.
     Errors:  TypeError for integer x.
     Source:  Huang and Schlag 2024, arXiv 2411.13010; used by Apertus.

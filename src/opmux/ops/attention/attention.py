@@ -25,15 +25,15 @@ class Attention(CustomOp):
     Query head h reads key head ``h * K // N``. The queries are the last S of the L keys, so a prefill that continues a
     cache and a decode step are the same call with L > S.
 
-    Shapes:  query [B, S, N, D]; key [B, L, K, D]; value [B, L, K, Dv] -> [B, S, N, Dv]. Any strides with the last dimension
-             dense: views of a cache are read in place. attn_mask [B or 1, 1 or N, S, >= L], boolean (True means attend) or floating
-             (added to the scores).
+    Shapes:  query [B, S, N, D]; key [B, L, K, D]; value [B, L, K, Dv] -> [B, S, N, Dv]. Any strides with the last
+             dimension dense: views of a cache are read in place. attn_mask [B or 1, 1 or N, S or 1, >= L], boolean
+             (True means attend) or floating (added to the scores).
     Dtypes:  fp32, fp16, bf16; scores, softmax and sums are fp32, rounded once. A floating mask has any of the three.
     Mutates: nothing.      Grad: native only.
     Rows without a visible key give zeros.
     Errors:  ValueError for shapes that do not fit, heads that do not divide, or fewer keys than causal queries.
-    Source:  Vaswani et al. 2017, arXiv 1706.03762; Ainslie et al. 2023 (grouped-query), arXiv 2305.13245; the kernels use the
-             online softmax of Dao et al. 2022, arXiv 2205.14135.
+    Source:  Vaswani et al. 2017, arXiv 1706.03762; Ainslie et al. 2023 (grouped-query), arXiv 2305.13245; the kernels
+             use the online softmax of Dao et al. 2022, arXiv 2205.14135.
 
     Args:
         num_heads: N.
@@ -63,14 +63,16 @@ class Attention(CustomOp):
         self.num_heads = num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if self.num_kv_heads < 1 or num_heads % self.num_kv_heads:
-            raise ValueError(f"{num_heads} query heads cannot share {self.num_kv_heads} key heads: the first must be a multiple.")
+            raise ValueError(
+                f"{num_heads} query heads cannot share {self.num_kv_heads} key heads: the first must be a multiple."
+            )
         if sliding_window is not None and (sliding_window < 1 or not causal):
             raise ValueError(f"sliding_window is {sliding_window}; it must be at least 1 and needs causal=True.")
         self.head_size = head_size
-        self.scale = head_size**-0.5 if scale is None else scale
+        self.scale = head_size**-0.5 if scale is None else float(scale)
         self.causal = causal
         self.sliding_window = sliding_window
-        self.soft_cap = soft_cap or None
+        self.soft_cap = float(soft_cap) if soft_cap else None
 
     def forward_native(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         self._check(query, key, value, attn_mask)
@@ -118,16 +120,18 @@ class Attention(CustomOp):
         return visible if self.sliding_window is None else visible & (distance < self.sliding_window)
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> None:
-        b, s, n, d = query.shape
-        bk, length, k, dk = key.shape
-        if (n, d, bk, k, dk) == (self.num_heads, self.head_size, b, self.num_kv_heads, d) and value.shape[:3] == key.shape[:3]:
-            if not self.causal or length >= s:
-                if attn_mask is None or (attn_mask.dim() == 4 and attn_mask.shape[-1] >= length):
-                    return
+        if query.dim() == key.dim() == value.dim() == 4:
+            b, s, n, d = query.shape
+            length = key.shape[1]
+            fits = (n, d) == (self.num_heads, self.head_size) and key.shape == (b, length, self.num_kv_heads, d)
+            fits = fits and value.shape[:3] == key.shape[:3] and (length >= s or not self.causal)
+            if fits and (attn_mask is None or _mask_fits(attn_mask, b, n, s, length)):
+                return
+        mask = None if attn_mask is None else tuple(attn_mask.shape)
+        got = ", ".join(f"{n} {tuple(t.shape)}" for n, t in (("query", query), ("key", key), ("value", value)))
         raise ValueError(
             f"attention was built for {self.num_heads} query and {self.num_kv_heads} key heads of size {self.head_size}"
-            f"{' (causal: at least as many keys as queries)' if self.causal else ''}; it got query {tuple(query.shape)}, key "
-            f"{tuple(key.shape)}, value {tuple(value.shape)}, mask {None if attn_mask is None else tuple(attn_mask.shape)}."
+            f"{', causal: at least as many keys as queries' if self.causal else ''}; it got {got}, mask {mask}."
         )
 
     def extra_repr(self) -> str:
@@ -137,14 +141,22 @@ class Attention(CustomOp):
     def cases(cls) -> Iterator[Case]:
         # B, S, L, N, K, D
         sizes = [(1, 512, 512, 9, 3, 64), (1, 1, 1024, 9, 3, 64), (1, 2048, 2048, 32, 8, 128), (8, 1, 4096, 32, 8, 128)]
-        edges = [(1, 0, 0, 2, 1, 64), (2, 5, 9, 4, 2, 32), (1, 7, 7, 3, 3, 72), (1, 3, 130, 2, 1, 80), (1, 17, 17, 2, 2, 256)]
+        edges = [
+            (1, 0, 0, 2, 1, 64),
+            (2, 5, 9, 4, 2, 32),
+            (1, 7, 7, 3, 3, 72),
+            (1, 3, 130, 2, 1, 80),
+            (1, 17, 17, 2, 2, 256),
+        ]
         for b, s, n_keys, n, k, d in [*sizes, *edges]:
             for causal in (True, False):
                 yield Case(
                     name=f"B={b} S={s} L={n_keys} N={n} K={k} D={d}{' causal' if causal else ''}",
                     init={"num_heads": n, "head_size": d, "num_kv_heads": k, "causal": causal},
                     args=lambda i, b=b, s=s, m=n_keys, n=n, k=k, d=d: (
-                        i.randn(b, s, n, d), i.randn(b, m, k, d, scale=0.9), i.randn(b, m, k, d, scale=1.1),
+                        i.randn(b, s, n, d),
+                        i.randn(b, m, k, d, scale=0.9),
+                        i.randn(b, m, k, d, scale=1.1),
                     ),
                     dims={"B": b, "S": s, "L": n_keys, "N": n, "K": k, "D": d, "causal": int(causal)},
                     bench=causal and (b, s, n_keys, n, k, d) in sizes,
@@ -156,3 +168,9 @@ class Attention(CustomOp):
         pairs = c["S"] * c["L"] - (c["S"] * (c["S"] - 1) // 2 if c["causal"] else 0)
         moved = c["B"] * c["D"] * (2 * c["S"] * c["N"] + 2 * c["L"] * c["K"])
         return Cost(size_bytes=moved * dtype.itemsize, flops=4 * c["B"] * c["N"] * pairs * c["D"])
+
+
+def _mask_fits(mask: Tensor, batch: int, heads: int, queries: int, keys: int) -> bool:
+    if mask.dim() != 4 or mask.shape[3] < keys:
+        return False
+    return mask.shape[0] in (1, batch) and mask.shape[1] in (1, heads) and mask.shape[2] in (1, queries)

@@ -50,16 +50,15 @@ class ParallelLMHead(VocabParallelEmbedding):
         """Share the embedding's weight tensor."""
         if embedding.vocabulary != self.vocabulary:
             raise ValueError(
-                f"The head's vocabulary is laid out in {self.vocabulary.total_padded} rows and the embedding's in "
-                f"{embedding.vocabulary.total_padded} ({self.vocabulary} against {embedding.vocabulary}): give both the same "
-                "padding_size and org_num_embeddings."
+                f"The head's vocabulary is laid out as {self.vocabulary}, the embedding's as {embedding.vocabulary}: "
+                "give both the same padding_size and org_num_embeddings."
             )
         self.weight = embedding.weight
         return self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
-            "ParallelLMHead is not called: it holds the weight. Write LogitsProcessor(vocab_size)(lm_head, hidden_states)."
+            "ParallelLMHead is not called: it holds the weight. Write LogitsProcessor(vocab_size)(lm_head, hidden)."
         )
 
     # The parent's methods are lookups, which this op has no use for.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from ...core.cases import FLOATS, Case, Cost, Inputs, Tolerance
+from ...core.cases import Case, Cost, Inputs, Tolerance
 from ...core.custom_op import CustomOp
 from ...core.lazy import lazy_module
 from ...core.requires import requires
@@ -81,8 +81,8 @@ class VocabParallelEmbedding(CustomOp):
         v = self.vocabulary
         if checkpoint.shape[-1] != self.embedding_dim or checkpoint.shape[0] not in (v.base, v.size, v.total_padded):
             raise ValueError(
-                f"The checkpoint's table is {tuple(checkpoint.shape)}; this layer takes {v.base} rows (base vocabulary), "
-                f"{v.size} (with added tokens) or {v.total_padded} (padded), each of width {self.embedding_dim}."
+                f"The checkpoint's table is {tuple(checkpoint.shape)}; this layer takes {v.base} rows (base), {v.size} "
+                f"(with added tokens) or {v.total_padded} (padded), each of width {self.embedding_dim}."
             )
         with torch.no_grad():
             self.weight.zero_()

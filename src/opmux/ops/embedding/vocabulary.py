@@ -29,8 +29,8 @@ class Vocabulary:
         base = num_embeddings if org_num_embeddings is None else org_num_embeddings
         if padding_size < 1 or not 0 <= base <= num_embeddings:
             raise ValueError(
-                f"A vocabulary of {num_embeddings} with a base of {base} and padding_size {padding_size} contradicts itself: "
-                "0 <= org_num_embeddings <= num_embeddings and padding_size >= 1."
+                f"A vocabulary of {num_embeddings} with a base of {base} and padding_size {padding_size} contradicts "
+                "itself: 0 <= org_num_embeddings <= num_embeddings and padding_size >= 1."
             )
         base_padded = _round_up(base, padding_size)
         return cls(base, num_embeddings, base_padded, _round_up(base_padded + num_embeddings - base, padding_size))

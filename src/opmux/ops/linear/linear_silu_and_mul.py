@@ -22,8 +22,8 @@ class LinearSiluAndMul(CustomOp):
     """``silu(x @ Wg.T) * (x @ Wu.T)``, with ``Wg`` over ``Wu`` in one weight.
 
     Shapes:  x [..., in] -> [..., I]; weight [2I, in], gate rows first; bias [2I].
-    Dtypes:  fp32, fp16, bf16; fp32 accumulation. Both products, the silu and the result are each rounded to x's dtype, so
-             that the op equals ``replicated_linear`` followed by ``silu_and_mul`` with ``round_gate``.
+    Dtypes:  fp32, fp16, bf16; fp32 accumulation. Both products, the silu and the result are each rounded to x's
+             dtype, so that the op equals ``replicated_linear`` followed by ``silu_and_mul`` with ``round_gate``.
     Mutates: nothing.      Grad: native only.
     Errors:  ValueError if the last dimension is not ``input_size``.
     Source:  Shazeer 2020, arXiv 2002.05202.
@@ -53,7 +53,9 @@ class LinearSiluAndMul(CustomOp):
 
     def _check(self, x: Tensor) -> None:
         if x.shape[-1] != self.input_size:
-            raise ValueError(f"linear_silu_and_mul was built for input_size {self.input_size}; x has shape {tuple(x.shape)}.")
+            raise ValueError(
+                f"linear_silu_and_mul was built for input_size {self.input_size}; x has shape {tuple(x.shape)}."
+            )
 
     def extra_repr(self) -> str:
         return f"{self.input_size}, {self.intermediate_size}, bias={self.bias is not None}"

@@ -78,14 +78,20 @@ class ReplicatedLinear(CustomOp):
 
     def _check(self, x: Tensor) -> None:
         if x.shape[-1] != self.input_size:
-            raise ValueError(f"replicated_linear was built for input_size {self.input_size}; x has shape {tuple(x.shape)}.")
+            raise ValueError(
+                f"replicated_linear was built for input_size {self.input_size}; x has shape {tuple(x.shape)}."
+            )
 
     def extra_repr(self) -> str:
         return f"{self.input_size}, {self.output_size}, bias={self.bias is not None}"
 
     @classmethod
     def cases(cls) -> Iterator[Case]:
-        sizes = [(t, i, o) for i, o in ((576, 960), (576, 3072), (1536, 576), (576, 49152), (4096, 4096)) for t in (1, 4, 512)]
+        sizes = [
+            (t, i, o)
+            for i, o in ((576, 960), (576, 3072), (1536, 576), (576, 49152), (4096, 4096))
+            for t in (1, 4, 512)
+        ]
         edges = [(0, 64, 8), (1, 1, 1), (3, 7, 5), (5, 65, 3), (2, 769, 33)]
         for t, i, o in [*sizes, *edges]:
             yield Case(

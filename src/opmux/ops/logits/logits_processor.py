@@ -26,12 +26,13 @@ kernels_triton = lazy_module("opmux.ops.logits.kernels_triton")
 class LogitsProcessor(CustomOp):
     """Projects hidden states onto the vocabulary, cuts the padding, then caps, then scales.
 
-    ``z = hidden @ weight.T (+ embedding_bias)``; padding columns are cut; ``z = cap * tanh(z / cap)``; ``z = z * scale``.
+    ``z = hidden @ weight.T (+ embedding_bias)``; padding columns are cut; ``z = cap * tanh(z / cap)``; ``z = z *
+    scale``.
     The order is cap, then scale. A model that scales first (Cohere) passes ``scale`` and no cap, or caps by itself.
 
     Shapes:  lm_head.weight [P, H]; hidden_states [..., H] -> [..., org_vocab_size]; embedding_bias [P].
-    Dtypes:  fp32, fp16, bf16; the product accumulates in fp32 and is rounded to the hidden states' dtype; cap and scale are
-             fp32, rounded once.
+    Dtypes:  fp32, fp16, bf16; the product accumulates in fp32 and is rounded to the hidden states' dtype; cap and
+             scale are fp32, rounded once.
     Mutates: nothing.      Grad: native only.
     Errors:  ValueError for a negative cap, or a head with fewer rows than the vocabulary.
 
@@ -61,9 +62,9 @@ class LogitsProcessor(CustomOp):
             raise ValueError(f"soft_cap is {soft_cap}; it must be positive, or None for no cap.")
         self.vocab_size = vocab_size
         self.org_vocab_size = vocab_size if org_vocab_size is None else org_vocab_size
-        self.scale = scale
+        self.scale = float(scale)
         self.logits_as_input = logits_as_input
-        self.soft_cap = soft_cap or None
+        self.soft_cap = float(soft_cap) if soft_cap else None
 
     def forward_native(
         self, lm_head: VocabParallelEmbedding, hidden_states: Tensor, embedding_bias: Tensor | None = None

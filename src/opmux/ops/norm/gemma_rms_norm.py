@@ -27,7 +27,8 @@ class GemmaRMSNorm(CustomOp):
 
     Shapes:  x, residual [..., H] -> [..., H]; weight [H], zeros at first.
     Dtypes:  fp32, fp16, bf16. The sum, the norm, ``1 + weight`` and the product are fp32, rounded once to x's dtype: in
-             bf16 ``1 + weight`` would lose a step. The norm reads the unrounded sum; with ``round_sum`` the rounded one.
+             bf16 ``1 + weight`` would lose a step. The norm reads the unrounded sum; with ``round_sum`` the rounded
+             one.
     Mutates: nothing.      Grad: native only.
     Errors:  ValueError if the last dimension is not ``hidden_size`` or the residual has another shape.
     Source:  Gemma (arXiv 2403.08295); Gemma 2, Gemma 3.
@@ -40,7 +41,7 @@ class GemmaRMSNorm(CustomOp):
     ) -> None:
         super().__init__(enforce_enable=enforce_enable)
         self.hidden_size = hidden_size
-        self.eps = eps
+        self.eps = float(eps)
         self.round_sum = round_sum
         self.weight = nn.Parameter(torch.zeros(hidden_size))
 
@@ -77,7 +78,9 @@ class GemmaRMSNorm(CustomOp):
 
     def _check(self, x: Tensor, residual: Tensor | None) -> None:
         if x.shape[-1] != self.hidden_size:
-            raise ValueError(f"gemma_rms_norm was built for hidden_size {self.hidden_size}; x has shape {tuple(x.shape)}.")
+            raise ValueError(
+                f"gemma_rms_norm was built for hidden_size {self.hidden_size}; x has shape {tuple(x.shape)}."
+            )
         if residual is not None and residual.shape != x.shape:
             raise ValueError(f"residual has shape {tuple(residual.shape)}; it must have x's, {tuple(x.shape)}.")
 

@@ -30,7 +30,8 @@ class RMSNorm(CustomOp):
     Shapes:  x, residual [..., H] -> [..., H]; weight [H].
     Dtypes:  fp32, fp16, bf16 for x and, independently, for the weight. ``s``, its mean square and the normalised value
              are fp32. ``cast_first`` rounds the normalised value to the weight's dtype, multiplies there, and rounds to
-             x's dtype (Llama, Mistral, Qwen in transformers). ``cast_last`` multiplies in fp32 and rounds once (OLMo 2).
+             x's dtype (Llama, Mistral, Qwen in transformers). ``cast_last`` multiplies in fp32 and rounds once (OLMo
+             2).
              The output and the returned sum have x's dtype. The norm reads the unrounded fp32 sum; with ``round_sum``
              the rounded one, as two separate ops would.
     Mutates: nothing.      Grad: native only.
@@ -69,7 +70,7 @@ class RMSNorm(CustomOp):
         if cast_order not in ("cast_first", "cast_last"):
             raise ValueError(f"cast_order is {cast_order!r}; there are 'cast_first' and 'cast_last'.")
         self.hidden_size = hidden_size
-        self.eps = eps
+        self.eps = float(eps)
         self.variance_size = hidden_size if var_hidden_size is None else var_hidden_size
         self.cast_first = cast_order == "cast_first"
         self.round_sum = round_sum
@@ -87,9 +88,7 @@ class RMSNorm(CustomOp):
         if self.weight is not None:
             y = self.weight * y.to(self.weight.dtype) if self.cast_first else self.weight.to(wide) * y
         y = y.to(x.dtype)
-        if residual is not None:
-            return y, summed
-        return y.clone() if y is x else y
+        return y if residual is None else (y, summed)
 
     @requires(dtypes=FLOATS, native_library=True)
     def forward_cpu(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:

@@ -49,11 +49,21 @@ class ApplyRotaryEmb(CustomOp):
     def forward_cpu(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         self._check(x, cos, sin)
         cos, sin = self._tables(x, cos, sin)
+        if x.dim() == 4 and cos.dim() == 2:  # what a decoder calls at every step: no view on the way
+            return kernels_cpu.apply_rotary_emb_cpu(
+                x, cos, sin, not self.is_neox_style, not self.enable_fp32_compute, False
+            )
+        if cos.dtype != sin.dtype:
+            cos, sin = cos.float(), sin.float()
+        if cos.dim() == 3 and cos.shape[0] == 1:
+            cos, sin = cos[0], sin[0]
         # One row of the tables a token: a batch with its own tables is one longer sequence.
         rows = x.flatten(0, 1) if cos.dim() == 3 and x.dim() == 4 else x
         one = rows if rows.dim() == 4 else rows.unsqueeze(0)
         interleaved, fp32 = not self.is_neox_style, self.enable_fp32_compute
-        out = kernels_cpu.apply_rotary_emb_cpu(one, cos.flatten(0, -2), sin.flatten(0, -2), interleaved, not fp32, False)
+        out = kernels_cpu.apply_rotary_emb_cpu(
+            one, cos.flatten(0, -2), sin.flatten(0, -2), interleaved, not fp32, False
+        )
         return out.view(x.shape)
 
     @requires(dtypes=FLOATS, triton=True)
@@ -68,12 +78,14 @@ class ApplyRotaryEmb(CustomOp):
         return (cos, sin) if self.enable_fp32_compute else (cos.to(x.dtype), sin.to(x.dtype))
 
     def _check(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-        tokens = x.shape[-3] if x.dim() >= 3 else None
-        if x.dim() not in (3, 4) or cos.shape != sin.shape or x.shape[-1] != 2 * cos.shape[-1] or cos.shape[-2] != tokens:
-            raise ValueError(
-                f"apply_rotary_emb takes x [B?, S, N, R] with cos and sin [B?, S, R/2]; it got x {tuple(x.shape)}, cos "
-                f"{tuple(cos.shape)}, sin {tuple(sin.shape)}."
-            )
+        if x.dim() in (3, 4) and cos.dim() in (2, x.dim() - 1) and cos.shape == sin.shape:
+            batches = (1, x.shape[0]) if cos.dim() == 3 else (cos.shape[0],)
+            if cos.shape[-2:] == (x.shape[-3], x.shape[-1] / 2) and cos.shape[0] in batches:
+                return
+        raise ValueError(
+            f"apply_rotary_emb takes x [B?, S, N, R] with cos and sin [S, R/2] or [B or 1, S, R/2]; it got x "
+            f"{tuple(x.shape)}, cos {tuple(cos.shape)}, sin {tuple(sin.shape)}."
+        )
 
     @classmethod
     def cases(cls) -> Iterator[Case]:
@@ -83,7 +95,11 @@ class ApplyRotaryEmb(CustomOp):
             yield Case(
                 name=f"B={b} S={s} N={n} R={r}",
                 init={},
-                args=lambda i, b=b, s=s, n=n, r=r: (i.randn(b, s, n, r), i.randn(s, r // 2).cos(), i.randn(s, r // 2).sin()),
+                args=lambda i, b=b, s=s, n=n, r=r: (
+                    i.randn(b, s, n, r),
+                    i.randn(s, r // 2).cos(),
+                    i.randn(s, r // 2).sin(),
+                ),
                 dims={"T": b * s, "S": s, "N": n, "R": r},
                 bench=(b, s, n, r) in sizes,
             )

@@ -29,9 +29,10 @@ def get_rope(
         head_size: D.
         max_position: the longest position that will be asked for, plus one.
         is_neox_style: the pairing.
-        rope_parameters: ``rope_type`` (default, linear, ntk, dynamic, yarn, llama3, longrope, deepseek_yarn), ``rope_theta``,
-            ``partial_rotary_factor`` or ``rope_dim``, what the kind needs, and ``mrope_section`` for positions of time, height
-            and width.
+        rope_parameters: ``rope_type`` (default, linear, ntk, dynamic, yarn, llama3, longrope, deepseek_yarn),
+            ``rope_theta``,
+            ``partial_rotary_factor`` or ``rope_dim``, what the kind needs, and ``mrope_section`` for positions of
+            time, height and width.
         dtype: accepted for the order of the parameters; tables are fp32.
         mrope_positions_factor: how much longer than ``max_position`` the table of a multimodal rope is.
 
@@ -67,7 +68,9 @@ class _Needed(dict[str, Any]):
         self.kind = kind
 
     def __missing__(self, key: str) -> Any:
-        raise ValueError(f"rope_type {self.kind!r} needs {key!r} in rope_parameters; there are {', '.join(sorted(self)) or 'none'}.")
+        raise ValueError(
+            f"rope_type {self.kind!r} needs {key!r} in rope_parameters; there are {', '.join(sorted(self)) or 'none'}."
+        )
 
 
 Table = tuple[torch.Tensor, int, float]  # frequencies, rows, magnitude
@@ -82,7 +85,9 @@ def _rotary_dim(head_size: int, given: Mapping[str, Any]) -> int:
             raise ValueError(f"partial_rotary_factor is {share}; it must lie in (0, 1].")
         rotary_dim = int(head_size * share)
     if rotary_dim % 2 or not 0 < rotary_dim <= head_size:
-        raise ValueError(f"{rotary_dim} of {head_size} features would turn; the number must be even and at most the head.")
+        raise ValueError(
+            f"{rotary_dim} of {head_size} features would turn; the number must be even and at most the head."
+        )
     return rotary_dim
 
 

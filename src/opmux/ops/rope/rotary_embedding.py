@@ -32,8 +32,10 @@ class RotaryEmbedding(CustomOp):
              ``rotary_dim`` pass through bit for bit.
     State:   ``cos_sin_cache`` [P, R] fp32, cosines then sines; casting the module leaves it in fp32.
     Mutates: nothing.      Grad: native only.
-    Errors:  IndexError for a position outside the table; ValueError for an odd ``rotary_dim`` or one past the head.
-             On GPUs the check costs no synchronisation: rows of such positions become NaN.
+    Errors:  ValueError for an odd ``rotary_dim`` or one past the head. A position outside the table: IndexError in
+             eager code on
+             the CPU; on other devices and in compiled code, where raising would wait for the device, the token's heads
+             become NaN. Never a wrong number, and nothing is read outside the table.
     Source:  Su et al. 2021, arXiv 2104.09864; used by Llama, GPT-NeoX (NeoX pairing), GPT-J (GPT-J pairing).
 
     Args:
@@ -74,7 +76,7 @@ class RotaryEmbedding(CustomOp):
             self.set_table(scaling.plain(rotary_dim, base))
 
     def set_table(self, inverse_frequencies: Tensor, magnitude: float = 1.0) -> None:
-        """Build the table from other frequencies [R/2] than ``base`` gives; cosines and sines are times ``magnitude``."""
+        """Build the table from frequencies [R/2] other than ``base`` gives, times ``magnitude``."""
         positions = torch.arange(self.max_position_embeddings, dtype=torch.float32)
         angles = torch.outer(positions, inverse_frequencies)
         self.cos_sin_cache = torch.cat((angles.cos(), angles.sin()), dim=-1) * magnitude
@@ -87,19 +89,38 @@ class RotaryEmbedding(CustomOp):
             self.cos_sin_cache = table.to(self.cos_sin_cache.device)
         return self
 
-    def forward_native(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        flat = positions.flatten()
-        rows = self.cos_sin_cache[self._checked(flat)]
-        if query.dtype == torch.float64:
-            rows = rows.double()
-        cos, sin = rows.unsqueeze(1).chunk(2, -1)
+    def forward_native(
+        self, positions: Tensor, query: Tensor, key: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        cos, sin = self._rows(positions.flatten()).chunk(2, -1)
+        return self._turn(cos, sin, query), None if key is None else self._turn(cos, sin, key)
 
-        def turn(x: Tensor) -> Tensor:
-            heads = x.reshape(flat.numel(), x.numel() // (flat.numel() * self.head_size or 1), self.head_size)
-            turned = rotate(heads[..., : self.rotary_dim], cos, sin, self.is_neox_style)
-            return torch.cat((turned, heads[..., self.rotary_dim :]), dim=-1).reshape(x.shape)
+    def _rows(self, positions: Tensor) -> Tensor:
+        """The table's rows at positions of any shape; outside the table an IndexError, or rows of NaN (see Errors)."""
+        size = self.cos_sin_cache.shape[0]
+        if positions.is_cpu and not torch.compiler.is_compiling():
+            low, high = (int(v) for v in positions.aminmax()) if positions.numel() else (0, 0)
+            if low < 0 or high >= size:
+                raise IndexError(
+                    f"rotary_embedding: position {low if low < 0 else high} is outside the table of {size} positions; "
+                    "build the op with a larger max_position_embeddings."
+                )
+            return self.cos_sin_cache[positions]
+        inside = (positions >= 0) & (positions < size)
+        return torch.where(inside.unsqueeze(-1), self.cos_sin_cache[positions.clamp(0, size - 1)], float("nan"))
 
-        return turn(query), None if key is None else turn(key)
+    def _turn(self, cos: Tensor, sin: Tensor, x: Tensor) -> Tensor:
+        """Rotate x by one row [R/2] of cosines and sines a token."""
+        tokens = cos.shape[0]
+        heads = x.reshape(tokens, x.numel() // (tokens * self.head_size or 1), self.head_size)
+        if x.dtype == torch.float64:
+            cos, sin = cos.double(), sin.double()
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        turned = rotate(heads[..., : self.rotary_dim], cos, sin, self.is_neox_style)
+        tail = heads[..., self.rotary_dim :]
+        if self.rotary_dim and tail.shape[-1]:
+            tail = torch.where(cos[..., :1].isnan(), float("nan"), tail)
+        return torch.cat((turned, tail), dim=-1).reshape(x.shape)
 
     @requires(dtypes=FLOATS, native_library=True)
     def forward_cpu(self, positions: Tensor, query: Tensor, key: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
@@ -111,6 +132,8 @@ class RotaryEmbedding(CustomOp):
         if positions.numel() == 0:
             return torch.empty_like(query), None if key is None else torch.empty_like(key)
         heads = [t.reshape(positions.numel(), -1, self.head_size) for t in (query, key) if t is not None]
+        if positions.dtype not in (torch.int32, torch.int64):
+            positions = positions.long()
         turned = kernels_cpu.rotary_embedding_cpu(
             positions, table, heads[0], heads[1] if len(heads) > 1 else None, self.rotary_dim, not self.is_neox_style,
             False, False,
@@ -125,17 +148,6 @@ class RotaryEmbedding(CustomOp):
 
     forward_hip = forward_xpu = forward_cuda
 
-    def _checked(self, positions: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() or positions.is_meta or positions.numel() == 0:
-            return positions  # indexing checks the bound by itself
-        low, high = (int(v) for v in positions.aminmax())
-        if low < 0 or high >= self.cos_sin_cache.shape[0]:
-            raise IndexError(
-                f"position {low if low < 0 else high} is outside the table of {self.cos_sin_cache.shape[0]} positions. Build "
-                "the op with a larger max_position_embeddings."
-            )
-        return positions
-
     def extra_repr(self) -> str:
         return f"{self.head_size}, rotary_dim={self.rotary_dim}, base={self.base}, neox={self.is_neox_style}"
 
@@ -147,7 +159,11 @@ class RotaryEmbedding(CustomOp):
             yield Case(
                 name=f"T={t} {n}+{k} heads x{d} R={r} {'neox' if neox else 'gptj'}",
                 init={
-                    "head_size": d, "rotary_dim": r, "max_position_embeddings": 4096, "base": 10000.0, "is_neox_style": neox,
+                    "head_size": d,
+                    "rotary_dim": r,
+                    "max_position_embeddings": 4096,
+                    "base": 10000.0,
+                    "is_neox_style": neox,
                 },
                 args=lambda i, t=t, n=n, k=k, d=d: (i.integers(0, 4096, t), i.randn(t, n * d), i.randn(t, k * d)),
                 dims={"T": t, "heads": n + k, "D": d, "R": r},
