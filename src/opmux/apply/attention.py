@@ -62,7 +62,6 @@ class AttentionBinding(Binding):
     def _project(self, children: dict[str, Any], uses: Uses) -> None:
         names = _inputs(children)
         linears = [children[name] for name in names]
-        self.merged: Merged | None = None
         self.separate: list[ReplicatedLinear] = []
         if len(linears) == 1:
             self.product: CustomOp | None = linear_op(linears[0])
@@ -72,7 +71,7 @@ class AttentionBinding(Binding):
                     linears[0].in_features, sum(m.out_features for m in linears), linears[0].bias is not None,
                     return_bias=False,
                 )  # fmt: skip
-            self.merged = Merged(linears, self.product)
+            self.merged.append(Merged(linears, self.product))
         else:
             self.product = None
             self.separate = [linear_op(m) for m in linears]
@@ -83,7 +82,7 @@ class AttentionBinding(Binding):
         names = _inputs(self.module._modules)
         if self.product is not None:
             yield "{" + ",".join(names) + "}" if len(names) > 1 else names[0], self.product, (
-                "q, k and v merged" if self.merged is not None else ""
+                "q, k and v merged" if self.merged else ""
             )
         else:
             yield from ((name, op, "") for name, op in zip(names, self.separate, strict=True))
@@ -96,9 +95,6 @@ class AttentionBinding(Binding):
         yield "", self.masked, "with a mask"
         yield self.output_name, self.output, ""
 
-    def ready(self) -> bool:
-        return super().ready() and (self.merged is None or self.merged.fresh())
-
     def run(
         self, x: Tensor, cos: Tensor | None, sin: Tensor | None, mask: Tensor | None, cache: Any, aligned: bool
     ) -> Tensor:
@@ -109,16 +105,19 @@ class AttentionBinding(Binding):
             cos, sin: [B, S, R/2] or [S, R/2]; None without rope.
             mask: [B or 1, 1 or N, S, >= L], boolean or additive, or None for causal.
             cache: a transformers cache, or None.
-            aligned: without a mask, the queries are the last of the keys. Otherwise they are the first, and keys after
-                them are the unused end of a static cache (transformers' own convention for a missing mask).
+            aligned: the cache's layers are ``GrowingLayer``, and without a mask the queries are the last of the keys.
+                Otherwise a missing mask means what transformers means by it: the queries are the first of the keys, and
+                what follows is the unused end of a static cache.
 
         Returns: [B, S, H].
         """
         batch, length, _ = x.shape
         q, k, v = self._heads(x, batch, length, cos, sin)
-        if cache is not None:
+        if aligned and cache is not None:
+            k, v = cache.layers[self.layer_idx].append(k, v)
+        elif cache is not None:
             keys, values = cache.update(k.transpose(1, 2), v.transpose(1, 2), self.layer_idx)
-            if mask is None and not aligned and 1 < length < keys.shape[2]:
+            if mask is None and 1 < length < keys.shape[2]:
                 keys, values = keys[:, :, :length], values[:, :, :length]
             k, v = keys.transpose(1, 2), values.transpose(1, 2)
         out = self.causal(q, k, v) if mask is None else self.masked(q, k, v, mask)
@@ -130,13 +129,10 @@ class AttentionBinding(Binding):
         heads, both, size = self.heads, self.heads + self.kv_heads, self.head_dim
         if self.product is not None:
             qkv = self.product(x).view(batch, length, -1, size)
-            v = qkv[:, :, both:]
-            if self.norms is None:
-                qk = qkv[:, :, :both]
-                if self.rope is not None:
-                    qk = self.rope(qk, cos, sin)  # q and k in one call  # type: ignore[arg-type]
-                return qk[:, :, :heads], qk[:, :, heads:], v
-            q, k = qkv[:, :, :heads], qkv[:, :, heads:both]
+            if self.norms is None and self.rope is not None:
+                qk = self.rope(qkv.narrow(2, 0, both), cos, sin)  # q and k in one call  # type: ignore[arg-type]
+                return qk.narrow(2, 0, heads), qk.narrow(2, heads, self.kv_heads), qkv.narrow(2, both, self.kv_heads)
+            q, k, v = qkv.split((heads, self.kv_heads, self.kv_heads), dim=2)
         else:
             q, k, v = (op(x).view(batch, length, -1, size) for op in self.separate)
         if self.whole_norm:

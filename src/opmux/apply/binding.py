@@ -8,14 +8,18 @@ A binding is a plain object. Its ops are therefore no children of the module: ``
 from __future__ import annotations
 
 import inspect
+import operator
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ..core.custom_op import CustomOp
+
+if TYPE_CHECKING:
+    from .linears import Merged
 
 _compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled
@@ -31,16 +35,25 @@ class Binding:
         module: the module that was bound.
         parts: what the fast path relies on, as (the dictionary that holds the child, its name, the child). A child
             that was replaced later (a LoRA wrapper, say) makes the binding step aside.
+        merged: merged weights that the fast path reads.
     """
 
     def __init__(self, module: nn.Module, parts: list[tuple[dict[str, Any], str, nn.Module]] | None = None) -> None:
         self.module = module
         self.parts = parts or []
+        self.merged: list[Merged] = []
         self._watch()
 
     def _watch(self) -> None:
-        inside = [m for _, _, part in self.parts for m in part.modules()]
+        inside = {id(m): m for _, _, part in self.parts for m in part.modules()}.values()
         self.hooks = [hooks for m in inside for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        # One lookup for all children of a module, since this is asked at every call.
+        holders = {id(holder): holder for holder, _, _ in self.parts}
+        self.children = []
+        for key, holder in holders.items():
+            names = [name for h, name, _ in self.parts if id(h) == key]
+            get = operator.itemgetter(*names)
+            self.children.append((get, holder, get(holder)))
         self.key = _register(self)
 
     def ops(self) -> Iterator[tuple[str, CustomOp, str]]:
@@ -64,10 +77,23 @@ class Binding:
 
     def ready(self) -> bool:
         """Whether the parts are in place and no hook waits inside. Every call passes here: keep it short."""
-        for holder, name, part in self.parts:
-            if holder.get(name) is not part:
+        try:
+            for get, holder, expected in self.children:
+                if get(holder) != expected:
+                    return False
+        except KeyError:
+            return False
+        if any(self.hooks) and not all(map(idle, self.hooks)):
+            return False
+        for merged in self.merged:
+            if not merged.fresh():
                 return False
-        return not any(self.hooks) or all(map(idle, self.hooks))
+        return True
+
+    def gather(self, *inner: Binding) -> None:
+        """Watch what the bindings inside watch, too, in one loop each."""
+        self.children += [entry for binding in inner for entry in binding.children]
+        self.merged += [merged for binding in inner for merged in binding.merged]
 
     def needs_grad(self, *inputs: Any) -> bool:
         """Whether an input or a parameter needs a gradient."""

@@ -49,16 +49,28 @@ class GrowingLayer(DynamicLayer):
         return self._length
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        start, end = self._length, self._length + key_states.shape[-2]
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             return super().update(key_states, value_states, *args, **kwargs)
-        if not self._fits(key_states, end):
-            self._grow(key_states, value_states, end)
-        keys, values = self._keys, self._values
-        keys.narrow(2, start, end - start).copy_(key_states)  # type: ignore[union-attr]
-        values.narrow(2, start, end - start).copy_(value_states)  # type: ignore[union-attr]
+        keys, values = self.append(key_states.transpose(1, 2), value_states.transpose(1, 2))
+        return keys.transpose(1, 2), values.transpose(1, 2)
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """``update`` with tokens before heads, as attention reads them, and without gradients.
+
+        Args:
+            key, value: [B, S, K, D] of the new tokens.
+
+        Returns: [B, L, K, D] of all tokens, views of the buffers.
+        """
+        start, count = self._length, key.shape[1]
+        end = start + count
+        if not self._fits(key, end):
+            self._grow(key.transpose(1, 2), value.transpose(1, 2), end)
+        keys, values = self._by_token
+        keys.narrow(1, start, count).copy_(key)
+        values.narrow(1, start, count).copy_(value)
         self._length = end
-        return keys.narrow(2, 0, end), values.narrow(2, 0, end)  # type: ignore[union-attr]
+        return keys.narrow(1, 0, end), values.narrow(1, 0, end)
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove < 0 and self.is_initialized:
@@ -91,21 +103,26 @@ class GrowingLayer(DynamicLayer):
             fresh.append(buffer)
         self.device = key_states.device
         self._keys, self._values = fresh
+        self._by_token = fresh[0].transpose(1, 2), fresh[1].transpose(1, 2)
         self._length, self._owned, self.is_initialized = length, True, True
 
 
-def grow_in_place(cache: Cache) -> bool:
-    """Make every plain ``DynamicLayer`` of a ``DynamicCache`` a ``GrowingLayer``, contents kept. False for other caches."""
+def grow_in_place(cache: Cache, count: int) -> bool:
+    """Make every layer of a ``DynamicCache`` a ``GrowingLayer``, contents kept. False for other caches and layers.
+
+    Args:
+        count: layers that the model has; a cache that makes its layers as it goes gets them now.
+    """
     if type(cache) is not DynamicCache or cache.offloading:
         return False
     if cache.layer_class_to_replicate is DynamicLayer:
-        cache.layer_class_to_replicate = GrowingLayer
+        cache.layers.extend(DynamicLayer() for _ in range(count - len(cache.layers)))
     for index, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer:
             cache.layers[index] = _grown(layer)
         elif type(layer) is not GrowingLayer:
             return False
-    return True
+    return len(cache.layers) >= count
 
 
 def _grown(layer: DynamicLayer) -> GrowingLayer:

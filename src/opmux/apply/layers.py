@@ -29,7 +29,7 @@ class LayerBinding(Binding):
 
     def __init__(self, module: nn.Module, norms: Norms, multiplier: float) -> None:
         children = module._modules
-        super().__init__(module, _all_parts(module))
+        super().__init__(module, [(children, name, child) for name, child in children.items() if child is not None])
         self.names = parameter_names(module)
         self.cache_name = next(name for name in self.names if name in CACHE_NAMES)
         self.attention_name, self.mlp_name = _attention_and_mlp(module)  # type: ignore[misc]
@@ -41,9 +41,7 @@ class LayerBinding(Binding):
         ops = [None if name is None else bound(children[name]).op for name in norms]  # type: ignore[union-attr]
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = ops
         self.multiplier = multiplier
-
-    def ready(self) -> bool:
-        return super().ready() and self.attention.ready() and (self.mlp_binding is None or self.mlp_binding.ready())
+        self.gather(self.attention, *([self.mlp_binding] if self.mlp_binding is not None else []))
 
     def run(
         self, delta: Tensor, residual: Tensor | None, cos: Tensor | None, sin: Tensor | None, mask: Tensor | None,
@@ -117,10 +115,6 @@ def _attention_and_mlp(module: nn.Module) -> tuple[str, str] | None:
     others = [n for n in children if n not in attention and not isinstance(bound(children[n]), NormBinding)]
     mlps = [n for n in others if isinstance(bound(children[n]), MLPBinding) or "mlp" in n.lower()]
     return (attention[0], mlps[0]) if len(attention) == len(mlps) == len(others) == 1 else None
-
-
-def _all_parts(module: nn.Module) -> list[tuple[dict[str, Any], str, nn.Module]]:
-    return [(module._modules, name, child) for name, child in module._modules.items() if child is not None]
 
 
 def _recognise(module: nn.Module, norms: tuple[str, ...], rotary: nn.Module | None) -> tuple[Norms, float] | str:

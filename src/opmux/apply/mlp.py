@@ -58,23 +58,19 @@ class MLPBinding(Binding):
                 self.product = ReplicatedLinear(width, rows, bias, return_bias=False)
             self.gate = SiluAndMul(round_gate=True)
         op: CustomOp = self.product if self.both is None else self.both
-        self.merged = None
         if len(linears) == 1:
             share_parameters(op, linears[0])
         else:
-            self.merged = Merged(linears, op)
+            self.merged.append(Merged(linears, op))
 
     def ops(self) -> Iterator[tuple[str, CustomOp, str]]:
-        merged = "gate and up merged" if self.merged is not None else ""
+        merged = "gate and up merged" if self.merged else ""
         if self.both is not None:
             yield _braces(self.first), self.both, merged
         else:
             yield _braces(self.first), self.product, merged
             yield "", self.gate, ""
         yield self.down_name, self.down, ""
-
-    def ready(self) -> bool:
-        return super().ready() and (self.merged is None or self.merged.fresh())
 
     def run(self, x: Tensor) -> Tensor:
         """x [..., H] -> [..., H], without any check."""

@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.masking_utils import create_causal_mask
 
 from . import probe
 from .attention import CACHE_NAMES
 from .binding import Binding, bound, parameter_names
+from .cache import grow_in_place
 from .layers import LayerBinding
 from .norms import NormBinding
 from .rope import RopeTable
@@ -39,14 +42,12 @@ class ModelBinding(Binding):
         self.config = module.config
         self.implementation = self.config._attn_implementation
         self.layers: list[LayerBinding] = [bound(layer) for layer in layers]  # type: ignore[misc]
+        self.gather(*self.layers)
         self.norm = bound(children["norm"]).op  # type: ignore[union-attr]
         ropes = [layer.attention.rope for layer in self.layers if layer.attention.rope is not None]
         self.table = RopeTable(rotary, ropes[0])
         self.output, self.output_cache, self.scale = output, output_cache, scale
         self.longest = _longest(module, self.layers)
-
-    def ready(self) -> bool:
-        return super().ready() and all([layer.ready() for layer in self.layers])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # masks and caches of transformers trace well; ours would guard on lengths
@@ -73,11 +74,6 @@ class ModelBinding(Binding):
 
     def _plain(self, named: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None, Any, int] | None:
         """(embedded tokens, positions, mask, cache, tokens in the cache) of a call that the fast path takes."""
-        from transformers import DynamicCache
-        from transformers.masking_utils import create_causal_mask
-
-        from .cache import grow_in_place
-
         ids, hidden = named.get("input_ids"), named.get("inputs_embeds")
         cache, padding = named.get(self.cache_name), named.get("attention_mask")
         config = self.config
@@ -85,12 +81,12 @@ class ModelBinding(Binding):
             return None
         if config._attn_implementation != self.implementation or _captures(config):
             return None
-        if cache is not None and not grow_in_place(cache):
+        if cache is not None and not grow_in_place(cache, len(self.layers)):
             return None
         use_cache = named.get("use_cache")
         if cache is None and (config.use_cache if use_cache is None else use_cache):
             cache = DynamicCache(config=config)
-            if not grow_in_place(cache):
+            if not grow_in_place(cache, len(self.layers)):
                 return None
         tokens = ids if hidden is None else hidden
         start = 0 if cache is None else cache.get_seq_length()

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..core.config import CompilationConfig, CompilationMode, current_config, use_config
 from ..core.errors import OpmuxError
-from . import attention, embeddings, interface, layers, linears, mlp, models, norms
+from . import attention, embeddings, interface, layers, linears, mlp, norms
 from .binding import Binding, foreign_forward
 from .report import Report
 from .rope import find_rotary
@@ -116,7 +116,9 @@ class _Walk:
         )
         covered = {id(part) for b in self.applied.bindings for _, _, part in b.parts}
         self._pass(lambda m: _is_linear(m) and id(m) not in covered, self._linear, "replicated_linear")
-        if self.fuse:
+        if self.fuse and any(isinstance(b, layers.LayerBinding) for b in self.applied.bindings):
+            from . import models  # needs transformers, as such a model does
+
             self._pass(models.looks_like_model, lambda m, c, e: models.find_model(m), "model")
 
     def _pass(self, looks: Any, find: Any, op: str) -> None:
