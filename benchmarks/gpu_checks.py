@@ -17,6 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from opmux import ops
+from opmux.core import registry
+from opmux.core.cases import Inputs
 from opmux.ops.activation import kernels_triton as activation
 from opmux.ops.attention import kernels_triton as attention
 from opmux.ops.embedding import kernels_triton as embedding
@@ -280,6 +283,32 @@ def _guarded(part: Callable[[torch.dtype], None], dtype: torch.dtype) -> None:
         expect(f"{part.__name__} {dtype}", False, f"{type(error).__name__}: {str(error)[:300]}")
 
 
+def check_ops(dtype: torch.dtype) -> None:
+    """Every op with a GPU method, called as a user calls it, on its own cases and within its own tolerance."""
+    for name, cls in sorted(registry.op_registry.items()):
+        if not hasattr(cls.forward_cuda, "__opmux_requires__"):
+            continue
+        for case in cls.cases():
+            if cls.cost(case, dtype).size_bytes > 3e8:
+                continue
+            inputs = Inputs(dtype, DEVICE)
+            op = case.build(cls, inputs)
+            got, want = op(*case.args(inputs)), op.double().forward_native(*(_double(a) for a in case.args(inputs)))
+            pairs = zip(_tensors(got), _tensors(want), strict=True)
+            worst = max((cls.tolerance.worst(out, reference) for out, reference in pairs), default=0.0)
+            expect(f"op {name} {case.name} {dtype}", worst <= cls.tolerance.bound(dtype), f"{worst:.1f} ulp")
+
+
+def _tensors(value: object) -> list[Tensor]:
+    return [t for t in (value if isinstance(value, tuple) else (value,)) if isinstance(t, Tensor)]
+
+
+def _double(value: object) -> object:
+    if isinstance(value, torch.nn.Module):
+        return value.double()
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
 def check_odd(dtype: torch.dtype) -> None:
     """Few, small and odd: what a memory checker can run in a minute."""
     for width in (1, 7, 65, 769, 40001):
@@ -322,13 +351,14 @@ def check_streams(dtype: torch.dtype) -> None:
 
 CHECKS = {
     "norm": check_norm, "activation": check_activation, "rope": check_rope, "rest": check_rest,
-    "attention": check_attention, "odd": check_odd, "64-bit": check_64_bit, "streams": check_streams,
+    "attention": check_attention, "ops": check_ops, "odd": check_odd, "64-bit": check_64_bit, "streams": check_streams,
 }  # fmt: skip
 
 
 def main(arguments: list[str]) -> int:
     """Run the checks that are named, or all."""
     torch.set_grad_enabled(False)
+    ops.load_all()
     for argument in arguments or CHECKS:
         name, *only = argument.split(":")
         if name not in CHECKS or not set(only) <= set(DTYPES):

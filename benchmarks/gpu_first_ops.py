@@ -47,6 +47,8 @@ ANCHORS = {
     "gemma_rms_norm T=16384 H=4096": 66.9,
     "silu_and_mul T=1 d=14336": 1.2, "silu_and_mul T=64 d=14336": 3.2,
     "silu_and_mul T=1024 d=14336": 22.3, "silu_and_mul T=16384 d=14336": 324,
+    "gelu_tanh_and_mul T=16384 d=14336": 332, "relu2 [16384,14336]": 247,
+    "swigluoai_and_mul [16384,2x14336]": 378, "fatrelu_and_mul [16384,2x14336]": 324,
     "rotary_embedding T=1 32+8 heads x128": 1.7, "rotary_embedding T=64 32+8 heads x128": 2.4,
     "rotary_embedding T=1024 32+8 heads x128": 8.4, "rotary_embedding T=16384 32+8 heads x128": 95.6,
     "vocab_embedding gather T=1 [128256,4096]": 1.3, "vocab_embedding gather T=64 [128256,4096]": 2.3,
@@ -77,6 +79,10 @@ def extra(case: Any) -> list[tuple[str, Callable[[dict[str, Tensor]], Any]]]:
             s["x"], s["r"], s["w"], EPS, s["x"].shape[-1], 0.0, False, False
         ),
         "silu_and_mul": lambda s: activation.silu_and_mul_triton(s["x"], False),
+        "gelu_tanh_and_mul": lambda s: activation.act_and_mul_triton(s["x"], "gelu_tanh", 0.0, False, False),
+        "fatrelu_and_mul": lambda s: activation.act_and_mul_triton(s["x"], "fatrelu", 0.5, False, False),
+        "swigluoai_and_mul": lambda s: activation.swigluoai_and_mul_triton(s["x"], 1.702, 7.0),
+        "relu2": lambda s: activation.activation_triton(s["x"], "relu2", []),
         "rotary_embedding": lambda s: rope.rotary_embedding(s["pos"], s["q"], s["k"], 128, s["cs32"], True),
         "vocab_embedding gather": lambda s: embedding.embedding_triton(s["i"], s["w"]),
         "logits softcap*scale": lambda s: logits.softcap_scale_triton(s["x"], s["x"].shape[-1], 30.0, 0.5, False, None),
@@ -218,7 +224,8 @@ def tune() -> None:
         tiles = [(256, 1), (512, 1), (512, 2), (512, 4), (1024, 2), (1024, 4), (2048, 4), (2048, 8), (4096, 8)]
         compare(
             f"silu T={t} (block,warps)", t * 14336 * 6, lambda t=t: randn(t, 28672),
-            {c: lambda x, c=c: activation.launch(x, False, c) for c in tiles}, activation.tile(14336, t),
+            {c: lambda x, c=c: activation.launch(x, "silu", 0.0, False, False, c) for c in tiles},
+            activation.tile(14336, t),
         )  # fmt: skip
     cache = table_of(32768, 128)
     for t in (1, 64, 1024, 16384):

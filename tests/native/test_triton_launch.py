@@ -30,7 +30,12 @@ HOPPER, MI300 = GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)
 KERNELS = {  # launcher, types of the pointers, constexprs, warps, stages
     "norm": (norm._rms_norm_kernel, ["*bf16"] * 5, (1, 4096, True, True, True, False, False, False), 8, 2),
     "wide norm": (norm._rms_norm_wide_kernel, ["*bf16"] * 5, (8192, True, True, False, False), 16, 2),
-    "silu_and_mul": (activation._silu_and_mul_kernel, ["*bf16"] * 2, (1024, True, False), 4, 2),
+    "silu_and_mul": (activation._gated_kernel, ["*bf16"] * 2, (1024, True, "silu", False, False), 4, 2),
+    "gelu_and_mul": (activation._gated_kernel, ["*bf16"] * 2, (1024, True, "gelu", True, True), 4, 2),
+    "relu2": (activation._elementwise_kernel, ["*bf16"] * 2, (1024, True, "relu2"), 4, 2),
+    "xielu": (activation._xielu_kernel, ["*bf16"] * 6, (1024, True), 4, 2),
+    "swigluoai": (activation._swigluoai_kernel, ["*bf16"] * 2, (1024,), 4, 2),
+    "sparse gelu": (activation._sparse_kernel, ["*bf16"] * 2, (4096, "gelu_tanh"), 8, 2),
     "rotary": (
         rope._rotary_kernel, [*["*bf16"] * 4, "*fp32", "*fp32", "*i64"],
         (32, 8, 1, 32, 8, 128, 128, 64, 1, True, True, False), 4, 2,
