@@ -60,11 +60,20 @@ class Report:
         """Ops in place, by registered name."""
         return dict(Counter(e["op"] for e in self.entries if e["status"] == "applied"))
 
+    def start_counting(self) -> None:
+        """Forget the calls that were made to compare."""
+        for _, op in self._ops:
+            for route in op.routes:
+                route.calls = 0
+                route.refusals.clear()
+
     def counters(self) -> dict[str, dict[str, Any]]:
         """Calls so far, by op: per method, and refused calls with the sentence that refused them."""
         totals: dict[str, dict[str, Any]] = {}
         for _, op in self._ops:
             for route in op.routes:
+                if not route.calls and not route.refusals:
+                    continue
                 entry = totals.setdefault(route.decision.op, {"calls": Counter(), "refusals": Counter()})
                 entry["calls"][route.decision.method] += route.calls
                 entry["refusals"].update(route.refusals)

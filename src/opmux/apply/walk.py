@@ -68,6 +68,7 @@ def apply(
     try:
         with torch.no_grad():
             _Walk(model, config, fuse, applied).run()
+        report.start_counting()
         _note_unused(report, config)
         _insist(report, strict)
         report.compile = _compile(model, config, applied)
