@@ -30,7 +30,7 @@ def test_the_same_model_twice_does_not_differ(stock: torch.nn.Module) -> None:
     )
     assert result["prefill_ratio"] == pytest.approx(result["stock"]["prefill_ms"] / result["opmux"]["prefill_ms"])
     assert result["measured"] == {
-        "rounds": 1, "prefill_tokens": 32, "prompt_tokens": 4, "decode_tokens": 20, "text_tokens": tiny_model.CONTEXT,
+        "rounds": 1, "rounds_planned": 1, "prefill_tokens": 32, "prompt_tokens": 4, "decode_tokens": 20, "text_tokens": tiny_model.CONTEXT,
     }  # fmt: skip
     assert len(result["samples"]["stock"]["decode_tokens_per_s"]) == 2  # 20 tokens are a chunk of 16 and one of 4
     json.dumps(result)
@@ -81,6 +81,12 @@ def test_the_sides_take_turns_and_the_order_changes(stock: torch.nn.Module, monk
     assert warm_up == ["stock", "ours"]
     # the standard prompt and the user's, in each of two rounds
     assert measured == ["stock", "ours", "stock", "ours", "ours", "stock", "ours", "stock"]
+
+
+def test_no_further_round_begins_after_the_limit(stock: torch.nn.Module) -> None:
+    plan = dataclasses.replace(PLAN, rounds=50, limit_s=0.0)
+    result = compare.compare(stock, stock, tiny_model.tokenizer(), PROMPT, plan)
+    assert (result["measured"]["rounds"], result["measured"]["rounds_planned"]) == (1, 50)
 
 
 def test_no_garbage_collection_while_the_clock_runs() -> None:

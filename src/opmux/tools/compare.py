@@ -47,12 +47,14 @@ class Plan:
 
     Attributes:
         rounds: how often each model takes its turn.
+        limit_s: no further round begins after this time, on a machine that is slow or shared.
         prefill_tokens: length of the standard prompt, cut to what the model's context holds.
         decode_tokens: tokens decoded after the user's prompt.
         stepped_tokens: tokens of the fixed text that are also scored one at a time, through the cache.
     """
 
     rounds: int = 5
+    limit_s: float = 180.0
     prefill_tokens: int = 512
     decode_tokens: int = 64
     stepped_tokens: int = 64
@@ -90,7 +92,10 @@ def compare(
         for loop in sides.values():
             _prefill_s(loop, standard)
             _generate_s(loop, prompt, min(4, decode_tokens))
+        started = time.perf_counter()
         for turn in range(plan.rounds):
+            if turn and time.perf_counter() - started > plan.limit_s:
+                break
             order = list(sides) if turn % 2 == 0 else list(sides)[::-1]
             with _undisturbed():
                 for index, (task, measure) in enumerate(once.items()):
@@ -118,7 +123,8 @@ def compare(
         **medians,
         "samples": samples,
         "measured": {
-            "rounds": plan.rounds,
+            "rounds": len(samples["stock"]["prefill_ms"]),
+            "rounds_planned": plan.rounds,
             "prefill_tokens": standard.shape[1],
             "prompt_tokens": prompt.shape[1],
             "decode_tokens": decode_tokens,
