@@ -15,7 +15,7 @@ from opmux.core.cases import Case, Inputs
 
 ops.load_all()
 
-SMALL = 60_000  # elements, or products / 64, that a case may have here
+SMALL = 30_000  # elements, or products / 64, that a case may have here
 
 
 def cases() -> Iterator[Any]:
