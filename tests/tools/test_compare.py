@@ -30,7 +30,8 @@ def test_the_same_model_twice_does_not_differ(stock: torch.nn.Module) -> None:
     )
     assert result["prefill_ratio"] == pytest.approx(result["stock"]["prefill_ms"] / result["opmux"]["prefill_ms"])
     assert result["measured"] == {
-        "rounds": 1, "rounds_planned": 1, "prefill_tokens": 32, "prompt_tokens": 4, "decode_tokens": 20, "text_tokens": tiny_model.CONTEXT,
+        "rounds": 1, "rounds_planned": 1, "prefill_tokens": 32, "prompt_tokens": 4, "decode_tokens": 20,
+        "text_tokens": tiny_model.CONTEXT, "stepped_tokens": 8,
     }  # fmt: skip
     assert len(result["samples"]["stock"]["decode_tokens_per_s"]) == 2  # 20 tokens are a chunk of 16 and one of 4
     json.dumps(result)

@@ -57,7 +57,7 @@ class Plan:
     limit_s: float = 180.0
     prefill_tokens: int = 512
     decode_tokens: int = 64
-    stepped_tokens: int = 64
+    stepped_tokens: int = 200
 
 
 def compare(
@@ -129,6 +129,7 @@ def compare(
             "prompt_tokens": prompt.shape[1],
             "decode_tokens": decode_tokens,
             "text_tokens": text.shape[1],
+            "stepped_tokens": beginning.shape[1] - 1,
         },
     }
 
