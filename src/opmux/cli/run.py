@@ -164,9 +164,9 @@ def _print_comparison(
     )
     output.print(table)
     output.print(
-        f"[dim]Medians of {size['rounds']} of {size['rounds_planned']} round(s) in {took_s:.0f} s, in one process: both "
-        "models warm, taking turns, while decoding after every 16 tokens. Greedy, one sequence, by model.forward with its "
-        "cache unless stated. The distance is the larger one of a text of "
+        f"[dim]Medians of {size['rounds']} of {size['rounds_planned']} round(s) in {took_s:.0f} s, in one process: "
+        "both models warm, taking turns, while decoding after every 16 tokens. Greedy, one sequence, by model.forward "
+        "with its cache unless stated. The distance is the larger one of a text of "
         f"{size['text_tokens']} tokens read at once and its first {size['stepped_tokens']} read token by token.[/dim]"
     )
     load = here["load_average"]
