@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,17 +29,19 @@ def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Each variant that this processor runs; kernels take any number of tokens; outputs lie between two guards."""
     guards: list[Tensor] = []
 
-    def new_like(x: Tensor, width: int) -> Tensor:
-        shape = (*x.shape[:-1], width)
-        size = x.shape[:-1].numel() * width
-        buffer = torch.full((size + 2 * GUARD,), SENTINEL, dtype=x.dtype)
+    def empty_like(template: Tensor) -> Tensor:
+        size = template.numel()
+        buffer = torch.full((size + 2 * GUARD,), SENTINEL, dtype=template.dtype)
         guards.append(buffer)
-        return buffer[GUARD : GUARD + size].view(shape)
+        return buffer[GUARD : GUARD + size].view(template.shape)
 
+    guarded = SimpleNamespace(**{**vars(torch), "empty_like": empty_like})
+    linear._plan.cache_clear()
     monkeypatch.setattr(linear, "kernels", Kernels(NativeLibrary(variant=request.param)))
     monkeypatch.setattr(linear, "most_tokens", lambda dtype: 1 << 62)
-    monkeypatch.setattr(linear, "new_like", new_like)
+    monkeypatch.setattr(linear, "torch", guarded)
     yield request.param
+    linear._plan.cache_clear()
     for buffer in guards:
         wanted = torch.tensor(SENTINEL, dtype=buffer.dtype)
         assert (buffer[:GUARD] == wanted).all()

@@ -85,7 +85,7 @@ inline void for_tiles(int64_t rows, const Body& body) {
   for (; r < rows; ++r) body(std::integral_constant<int, 1>{}, r);
 }
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 // Transposes 16 rows of 16 dwords in place.
 inline void transpose_16x16(__m512i (&r)[16]) {
   __m512i t[16];
@@ -110,7 +110,27 @@ inline void transpose_16x16(__m512i (&r)[16]) {
     r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
   }
 }
+#endif
 
+// Transposes as many rows as a vector has lanes, in place.
+inline void transpose(vf (&r)[kLanes]) {
+#if defined(__AVX512F__)
+  __m512i bits[16];
+  for (int i = 0; i < 16; ++i) bits[i] = (__m512i)r[i];
+  transpose_16x16(bits);
+  for (int i = 0; i < 16; ++i) r[i] = (vf)bits[i];
+#else
+  for (int i = 0; i < kLanes; ++i) {
+    for (int j = 0; j < i; ++j) {
+      const float upper = r[j][i];
+      r[j][i] = r[i][j];
+      r[i][j] = upper;
+    }
+  }
+#endif
+}
+
+#if defined(__AVX512BF16__)
 // panel[step][MV * 16 lanes] = the pair of elements at `step` of row_at(lane), which are `size` long; lanes beyond `rows` and
 // the partner of the last of an odd number of elements are zero.
 template <int MV, class RowAt>

@@ -106,8 +106,10 @@ class Block {
     }
     for (int v = 0; v < kMaxVectors; ++v) top_[v] = splat(kLowest), total_[v] = vf{};
     std::memset(sums_, 0, a.value_size * vectors_ * sizeof(vf));
+    const T* at[kMaxRows];
+    for (int64_t m = 0; m < rows; ++m) at[m] = query(a, m);
     with_vectors([&](auto mv) {
-      pack_panel<decltype(mv)::value>(Steps{}, rows, a.size, panel_, [&](int64_t m) { return query(a, m); });
+      pack_panel<decltype(mv)::value>(Steps{}, rows, a.size, panel_, [&](int64_t m) { return at[m]; });
     });
   }
 
@@ -139,16 +141,16 @@ class Block {
         }
       }
     });
-    const int64_t group = a.group();
-    for (int64_t m = 0; m < rows_; ++m) {
-      const int64_t r = first_ + m;
-      T* out = a.out + ((b_ * a.queries + r / group) * a.heads + head_ * group + r % group) * a.value_size;
-      const float* column = sums_ + m;
+    for (int v = 0; v < vectors_; ++v) {
+      const int64_t rows = std::min<int64_t>(kLanes, rows_ - v * kLanes);
+      T* out[kLanes];
+      for (int64_t m = 0; m < rows; ++m) out[m] = result(a, v * kLanes + m);
       for_lanes(a.value_size, [&](int64_t d, auto n) {
-        vf v = {};
-        const int64_t count = std::min<int64_t>(kLanes, a.value_size - d);
-        for (int64_t i = 0; i < count; ++i) v[i] = column[(d + i) * vectors_ * kLanes];
-        store(out + d, v, n);
+        vf columns[kLanes];
+        // Beyond the last column lies memory of ours; what it holds is not stored.
+        for (int64_t i = 0; i < kLanes; ++i) columns[i] = load(sums_ + ((d + i) * vectors_ + v) * kLanes);
+        transpose(columns);
+        for (int64_t m = 0; m < rows; ++m) store(out[m] + d, columns[m], n);
       });
     }
   }
@@ -187,6 +189,11 @@ class Block {
   const T* query(const Attention<T>& a, int64_t m) const {
     const int64_t r = first_ + m, group = a.group();
     return a.q + b_ * a.q_batch + r / group * a.q_token + (head_ * group + r % group) * a.q_head;
+  }
+
+  T* result(const Attention<T>& a, int64_t m) const {
+    const int64_t r = first_ + m, group = a.group();
+    return a.out + ((b_ * a.queries + r / group) * a.heads + head_ * group + r % group) * a.value_size;
   }
 
   template <class Body>
@@ -377,7 +384,7 @@ class Block {
   }
 
   void reserve(const Attention<T>& a) {
-    const int64_t widest = std::max(a.size, a.value_size) + 2;
+    const int64_t widest = std::max(a.size, a.value_size) + kLanes;
     const int64_t need = (2 * widest * kMaxRows + 2 * kKeys * kMaxRows + 2 * kKeys * widest + 4 * kLanes) * sizeof(float);
     if (need > size_) {
       std::free(memory_);

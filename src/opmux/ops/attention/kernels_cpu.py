@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
 from opmux.core.torch_library import opaque
 from opmux.native import DTYPE_CODE, kernels
-from opmux.native.layout import new_like
 
 _NO_MASK, _BOOL, _ADDED = 0, 1, 2
 
@@ -33,42 +34,40 @@ def attention_cpu(
 
     Returns: [B, S, N, Dv] in query's dtype, contiguous.
     """
-    batch, queries, heads, size = query.shape
-    _, keys, key_heads, value_size = value.shape
-    dtype = query.dtype
-    if key.dtype is not dtype or value.dtype is not dtype or key.shape != (batch, keys, key_heads, size) or (
-        value.shape[0] != batch or heads % (key_heads or 1)
-    ):  # fmt: skip
-        raise ValueError(
-            "attention_cpu takes q [B, S, N, D], k [B, L, K, D], v [B, L, K, Dv] of one dtype, N a multiple of K; it "
-            f"got {tuple(query.shape)} {dtype}, {tuple(key.shape)} {key.dtype}, {tuple(value.shape)} {value.dtype}."
-        )
-    (q_batch, q_token, q_head, q_dense), (k_batch, k_token, k_head, k_dense) = query.stride(), key.stride()
-    v_batch, v_token, v_head, v_dense = value.stride()
-    if q_dense != 1 or k_dense != 1 or v_dense != 1:
-        query, key, value = (_dense(t) for t in (query, key, value))
-        q_batch, q_token, q_head, _ = query.stride()
-        k_batch, k_token, k_head, _ = key.stride()
-        v_batch, v_token, v_head, _ = value.stride()
+    template, sizes, code = _plan(query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype)
     mask_kind, mask = _NO_MASK, None
     mask_strides: tuple[int, ...] = (0, 0, 0, 0)
     if attn_mask is not None:
+        batch, queries, keys, heads = sizes[:4]
         mask_kind = _BOOL if attn_mask.dtype is torch.bool else _ADDED
-        mask = attn_mask if mask_kind == _BOOL or attn_mask.dtype is dtype else attn_mask.to(dtype)
+        mask = attn_mask if mask_kind == _BOOL else attn_mask.to(query.dtype)
         mask = mask[..., :keys].expand(batch, heads, queries, keys)
         mask_strides = mask.stride()
     if lengths is not None:
         lengths = lengths.to(torch.int64).contiguous()
-    out = new_like(query, value_size)
-    kernels.attention(
+    out = torch.empty_like(template)
+    refused = kernels.attention(
         out.data_ptr(), query.data_ptr(), key.data_ptr(), value.data_ptr(), None if mask is None else mask.data_ptr(),
-        None if lengths is None else lengths.data_ptr(),
-        batch, queries, keys, heads, key_heads, size, value_size,
-        q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, *mask_strides,
-        float(scale), float(soft_cap), causal, sliding_window, mask_kind, DTYPE_CODE[dtype],
+        None if lengths is None else lengths.data_ptr(), *sizes, *query.stride(), *key.stride(), *value.stride(),
+        *mask_strides, float(scale), float(soft_cap), causal, sliding_window, mask_kind, code,
     )  # fmt: skip
+    if refused:
+        query, key, value = (t.clone(memory_format=torch.contiguous_format) for t in (query, key, value))
+        return attention_cpu(query, key, value, attn_mask, scale, causal, sliding_window, soft_cap, lengths)
     return out
 
 
-def _dense(x: Tensor) -> Tensor:
-    return x if x.stride(3) == 1 else x.clone(memory_format=torch.contiguous_format)
+@lru_cache(maxsize=4096)
+def _plan(
+    query: torch.Size, key: torch.Size, value: torch.Size, dtype: torch.dtype, *others: torch.dtype
+) -> tuple[Tensor, tuple[int, ...], int]:
+    """The result's shape as a tensor without memory of its own, the sizes B, S, L, N, K, D, Dv, and the dtype code."""
+    if len(query) == len(key) == len(value) == 4 and set(others) == {dtype} and dtype in DTYPE_CODE:
+        (batch, queries, heads, size), (_, keys, key_heads, value_size) = query, value
+        if key == (batch, keys, key_heads, size) and value[0] == batch and key_heads and heads % key_heads == 0:
+            template = torch.empty((), dtype=dtype, device="cpu").expand(batch, queries, heads, value_size)
+            return template, (batch, queries, keys, heads, key_heads, size, value_size), DTYPE_CODE[dtype]
+    raise ValueError(
+        "attention_cpu takes q [B, S, N, D], k [B, L, K, D], v [B, L, K, Dv] of one dtype, N a multiple of K; it got "
+        f"{tuple(query)}, {tuple(key)}, {tuple(value)} of {dtype}, {', '.join(map(str, others))}."
+    )

@@ -7,7 +7,7 @@ from the rounded product, so a fused function returns what its parts would.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from opmux.core.torch_library import opaque
 from opmux.native import DTYPE_CODE, kernels, library
-from opmux.native.layout import as_rows, new_like
+from opmux.native.layout import as_rows
 
 
 @cache
@@ -38,13 +38,10 @@ def linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
     Returns: [..., out] in x's dtype, contiguous. Anything else than this goes to ``F.linear``, with its errors.
     """
-    out = weight.shape[0]
-    rows, tokens, width, stride = as_rows(x)
-    if not 0 < tokens <= most_tokens(x.dtype) or _odd(x, weight, bias):
+    plan = _plan(x.shape, weight.shape, x.dtype, weight.dtype, 1)
+    if plan is None or (bias is not None and not _is_vector(bias, weight)):
         return F.linear(x, weight, bias)
-    y = new_like(x, out)
-    _call(kernels.linear, y, rows, weight, bias, None, tokens, out, width, stride, 0)
-    return y
+    return _call(kernels.linear, plan, x, weight, bias, None)
 
 
 @opaque(fake=lambda x, weight, *_: x.new_empty((*x.shape[:-1], weight.shape[0])))
@@ -56,16 +53,12 @@ def linear_add_cpu(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Ten
 
     Returns: [..., out] in x's dtype, contiguous, new.
     """
-    out = weight.shape[0]
-    rows, tokens, width, stride = as_rows(x)
-    added, _, added_width, added_stride = as_rows(residual)
-    if not 0 < tokens <= most_tokens(x.dtype) or _odd(x, weight, bias) or residual.dtype is not x.dtype or (
-        added_width != out or residual.shape[:-1] != x.shape[:-1]
+    plan = _plan(x.shape, weight.shape, x.dtype, weight.dtype, 1)
+    if plan is None or (bias is not None and not _is_vector(bias, weight)) or (
+        residual.dtype is not x.dtype or residual.shape != plan[0].shape
     ):  # fmt: skip
         return residual + F.linear(x, weight, bias)
-    y = new_like(x, out)
-    _call(kernels.linear_add, y, rows, weight, bias, added, tokens, out, width, stride, added_stride)
-    return y
+    return _call(kernels.linear_add, plan, x, weight, bias, residual)
 
 
 @opaque(fake=lambda x, weight, *_: x.new_empty((*x.shape[:-1], weight.shape[0] // 2)))
@@ -77,36 +70,56 @@ def linear_silu_and_mul_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> T
 
     Returns: [..., I] in x's dtype, contiguous.
     """
-    rows, tokens, width, stride = as_rows(x)
-    if not 0 < tokens <= most_tokens(x.dtype) or _odd(x, weight, bias) or weight.shape[0] % 2:
+    plan = _plan(x.shape, weight.shape, x.dtype, weight.dtype, 2)
+    if plan is None or (bias is not None and not _is_vector(bias, weight)):
         gate, up = F.linear(x, weight, bias).chunk(2, -1)
         return F.silu(gate) * up
-    out = weight.shape[0] // 2
-    y = new_like(x, out)
-    _call(kernels.linear_silu_and_mul, y, rows, weight, bias, None, tokens, out, width, stride, 0)
-    return y
+    return _call(kernels.linear_silu_and_mul, plan, x, weight, bias, None)
 
 
-def _odd(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether the kernels, which check nothing, would misread these operands."""
-    dtype = x.dtype
-    if weight.dtype is not dtype or weight.dim() != 2 or weight.shape[1] != x.shape[-1] or dtype not in DTYPE_CODE:
-        return True
-    return bias is not None and (bias.dtype is not dtype or bias.shape != weight.shape[:1])
+# The result's shape as a tensor without memory of its own, tokens, columns of the result, in, dtype code.
+Plan = tuple[Tensor, int, int, int, int]
+
+
+@lru_cache(maxsize=4096)
+def _plan(
+    x_shape: torch.Size, weight_shape: torch.Size, dtype: torch.dtype, weight_dtype: torch.dtype, halves: int
+) -> Plan | None:
+    """What a call with these operands needs; None if it is not for the kernels, which check nothing themselves."""
+    if dtype is not weight_dtype or dtype not in DTYPE_CODE or len(weight_shape) != 2 or len(x_shape) == 0:
+        return None
+    tokens, (rows, width) = x_shape[:-1].numel(), weight_shape
+    if width != x_shape[-1] or rows % halves or 0 in (rows, width) or not 0 < tokens <= most_tokens(dtype):
+        return None
+    out = rows // halves
+    template = torch.empty((), dtype=dtype, device="cpu").expand(*x_shape[:-1], out)
+    return template, tokens, out, width, DTYPE_CODE[dtype]
+
+
+def _is_vector(bias: Tensor, weight: Tensor) -> bool:
+    return bias.dtype is weight.dtype and bias.shape == weight.shape[:1]
 
 
 def _call(
-    kernel: Callable[..., int], y: Tensor, rows: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None,
-    tokens: int, out: int, width: int, stride: int, residual_stride: int,
-) -> None:  # fmt: skip
+    kernel: Callable[..., int], plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
+) -> Tensor:
+    template, tokens, out, width, code = plan
+    stride = width
+    if not x.is_contiguous():
+        x, _, _, stride = as_rows(x)
     weight_stride, dense = weight.stride()
     if dense != 1:
-        weight = weight.contiguous()
-        weight_stride = width
+        weight, weight_stride = weight.contiguous(), width
     if bias is not None and not bias.is_contiguous():
         bias = bias.contiguous()
+    residual_stride = 0
+    if residual is not None:
+        residual, _, _, residual_stride = as_rows(residual)
+    # A microsecond faster than handing a shape to torch; the template's strides are 0, so the result is contiguous.
+    y = torch.empty_like(template)
     kernel(
-        y.data_ptr(), rows.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(),
-        None if residual is None else residual.data_ptr(), tokens, out, width, stride, weight_stride, residual_stride,
-        DTYPE_CODE[rows.dtype],
+        y.data_ptr(), x.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(),
+        None if residual is None else residual.data_ptr(),
+        tokens, out, width, stride, weight_stride, residual_stride, code,
     )  # fmt: skip
+    return y
