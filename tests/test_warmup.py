@@ -13,10 +13,8 @@ from opmux.core.errors import UsageError
 
 @pytest.fixture
 def model():
-    config = LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, vocab_size=64,
-        max_position_embeddings=64,
-    )  # fmt: skip
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}
+    config = LlamaConfig(**sizes, num_hidden_layers=1, vocab_size=64, max_position_embeddings=64)
     return LlamaForCausalLM(config).eval()
 
 
@@ -27,7 +25,9 @@ def test_it_runs_every_power_of_two_and_the_end(model):
     assert opmux.warm_up(model, 64)[-1] == 64
     assert opmux.warm_up(model, 1) == [1]
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
-    assert sum(report.counters()["attention"]["calls"].values()) == 2 * 5 + (7 + 6) + 2  # no step behind the last position
+    assert (
+        sum(report.counters()["attention"]["calls"].values()) == 2 * 5 + (7 + 6) + 2
+    )  # no step behind the last position
 
 
 def test_what_it_refuses(model):

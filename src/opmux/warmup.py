@@ -13,8 +13,9 @@ from .core.errors import UsageError
 def warm_up(model: nn.Module, max_tokens: int) -> list[int]:
     """Run ``model`` on prompts of 1, 2, 4 ... ``max_tokens`` tokens, each followed by a decode step.
 
-    Kernels are specialised by powers of two, so that afterwards no call of at most ``max_tokens`` tokens compiles or tunes
-    one; a model that ``torch.compile`` serves is traced for its dynamic lengths on the way. Nothing of the model changes.
+    Kernels are specialised by powers of two, so that afterwards no call of at most ``max_tokens`` tokens compiles or
+    tunes one; a model that ``torch.compile`` serves is traced for its dynamic lengths on the way. Nothing of the model
+    changes.
 
     Args:
         model: a transformers model that takes ``input_ids``, applied or not.

@@ -75,7 +75,8 @@ def test_models_that_share_a_config():
     a, b = type(tiny("gpt_neox"))(config).eval(), type(tiny("gpt_neox"))(config).eval()
     before = logits(b)
     apply(a)
-    assert b.config._attn_implementation == "sdpa" and torch.equal(logits(b), before)
+    assert b.config._attn_implementation == "sdpa"
+    assert torch.equal(logits(b), before)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt_neox", "phi3"])
@@ -84,7 +85,8 @@ def test_unapply_restores_forwards_and_bits(kind):
     before, config = logits(model), model.config
     apply(model)
     unapply(model)
-    assert not bindings(model) and not any("opmux" in name for m in model.modules() for name in m.__dict__)
+    assert not bindings(model)
+    assert not any("opmux" in name for m in model.modules() for name in m.__dict__)
     assert all(getattr(m, "config", config)._attn_implementation == "sdpa" for m in model.modules())
     assert torch.equal(logits(model), before)
     opmux.unapply(model)  # nothing to undo: nothing happens
@@ -156,10 +158,13 @@ def test_copies_have_bindings_of_their_own(stock, model):
     assert bindings(model)
 
 
-@pytest.mark.parametrize(
-    "path", ["model.layers.1", "model.layers.1.mlp.up_proj", "model.layers.0.self_attn.k_proj", "model.layers.2.input_layernorm",
-             "model.layers.1.self_attn", "model.norm", "model", "lm_head", "model.embed_tokens", "model.layers.0.mlp.act_fn"],
-)  # fmt: skip
+HOOKED = [
+    "model", "model.embed_tokens", "model.layers.1", "model.layers.2.input_layernorm", "model.layers.1.self_attn",
+    "model.layers.0.self_attn.k_proj", "model.layers.1.mlp.up_proj", "model.layers.0.mlp.act_fn", "model.norm", "lm_head",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("path", HOOKED)
 def test_hooks_fire_wherever_they_are(stock, model, path):
     apply(model)
     seen = []
@@ -226,7 +231,8 @@ def test_a_weight_tied_in_an_odd_way_is_not_merged(stock, model):
         m.model.layers[1].mlp.up_proj.weight = m.model.layers[0].mlp.up_proj.weight
     report = apply(model)
     skipped = {e["path"]: e["reason"] for e in report.entries if e["status"] == "skipped"}
-    assert "tied" in skipped["model.layers.0.mlp"] and "tied" in skipped["model.layers.1.mlp"]
+    assert "tied" in skipped["model.layers.0.mlp"]
+    assert "tied" in skipped["model.layers.1.mlp"]
     assert model.model.layers[1].mlp.up_proj.weight is model.model.layers[0].mlp.up_proj.weight
     assert close(logits(model), logits(stock))
 
@@ -286,23 +292,29 @@ def test_a_forward_that_somebody_replaced_is_left_alone(model):
     assert any(e["path"] == "model.norm" and "replaced already" in e["reason"] for e in report.entries)
 
 
-@pytest.mark.parametrize("directives", [["none"], ["all", "-rms_norm"], ["all", "-silu_and_mul"], ["none", "+attention"], ["all", "-replicated_linear"]])
+@pytest.mark.parametrize(
+    "directives",
+    [["none"], ["all", "-rms_norm"], ["all", "-silu_and_mul"], ["none", "+attention"], ["all", "-replicated_linear"]],
+)
 def test_directives_reach_every_op(stock, model, directives):
     config = opmux.CompilationConfig(directives)
     report = apply(model, config)
     for entry in report.entries:
         if entry["status"] == "applied" and not config.is_custom_op_enabled(entry["op"]):
-            assert entry["method"] == "forward_native" and "disabled" in entry["reason"]
+            assert entry["method"] == "forward_native"
+            assert "disabled" in entry["reason"]
     if "-silu_and_mul" in directives or "-replicated_linear" in directives:
         assert "linear_silu_and_mul" not in report.counts()
     assert close(logits(model), logits(stock))
     ran = {op: set(c["calls"]) for op, c in report.counters().items()}
-    assert ran and all(ran[op] == {"forward_native"} for op in ran if not config.is_custom_op_enabled(op))
+    assert ran
+    assert all(ran[op] == {"forward_native"} for op in ran if not config.is_custom_op_enabled(op))
 
 
 def test_a_directive_for_an_op_that_the_model_lacks_is_reported(model):
     report = apply(model, opmux.CompilationConfig(["all", "-gemma_rms_norm"]))
-    assert len(report.unused) == 1 and "-gemma_rms_norm" in report.unused[0]
+    assert len(report.unused) == 1
+    assert "-gemma_rms_norm" in report.unused[0]
     assert "gemma_rms_norm" in str(report)
 
 
@@ -317,6 +329,8 @@ def test_the_report(model):
     calls = report.counters()["rms_norm"]["calls"]
     assert sum(calls.values()) == 7
     assert "not compiled" in report.compile
+    assert report.whole == [*(f"model.layers.{i}" for i in range(3)), "model"]
+    assert "run whole: model.layers.* x3, model" in str(report)
 
 
 def test_nothing_applied_warns_and_strict_raises(model):
@@ -365,10 +379,11 @@ def test_a_mask_of_ones_own_and_packed_sequences(stock, model):
 
 def test_the_old_name_of_the_cache_argument(stock, model):
     apply(model)
-    with torch.no_grad(), pytest.warns(FutureWarning):
-        cache = model(ids(), use_cache=True).cache
-        a = model(ids(2, 1), past_key_values=cache).logits
-        b = stock(ids(2, 1), past_key_values=stock(ids(), use_cache=True).cache).logits
+    with torch.no_grad():
+        caches = [m(ids(), use_cache=True).cache for m in (model, stock)]
+        with pytest.warns(FutureWarning):
+            a = model(ids(2, 1), past_key_values=caches[0]).logits
+        b = stock(ids(2, 1), cache=caches[1]).logits
     assert close(a, b)
 
 
@@ -376,7 +391,8 @@ def test_the_growing_cache_behaves_as_the_dynamic_one(stock, model):
     apply(model)
     with torch.no_grad():
         a, b = (m(ids(4, 6), use_cache=True).cache for m in (stock, model))
-        assert type(b) is DynamicCache and all(type(layer) is GrowingLayer for layer in b.layers)
+        assert type(b) is DynamicCache
+        assert all(type(layer) is GrowingLayer for layer in b.layers)
         copies = copy.deepcopy(b)
         for change in (
             lambda c: c.crop(-2),
@@ -389,7 +405,9 @@ def test_the_growing_cache_behaves_as_the_dynamic_one(stock, model):
             change(a), change(b)
             assert a.get_seq_length() == b.get_seq_length()
             if a.get_seq_length():
-                assert all(close(y.keys, x.keys) and close(y.values, x.values) for x, y in zip(a.layers, b.layers, strict=True))
+                assert all(
+                    close(y.keys, x.keys) and close(y.values, x.values) for x, y in zip(a.layers, b.layers, strict=True)
+                )
                 rows = a.layers[0].keys.shape[0]
                 x, y = (m(ids(rows, 1), cache=c).logits for m, c in ((stock, a), (model, b)))
                 assert close(y, x)
@@ -408,7 +426,9 @@ def test_a_long_text_grows_the_rope_table_and_the_cache():
         a, b = (m(tokens[:, :600], use_cache=True) for m in (stock, model))
         assert close(b.logits, a.logits)
         positions = torch.tensor([[1500]])
-        a, b = (m(tokens[:, 600:601], cache=c.cache, position_ids=positions).logits for m, c in ((stock, a), (model, b)))
+        a, b = (
+            m(tokens[:, 600:601], cache=c.cache, position_ids=positions).logits for m, c in ((stock, a), (model, b))
+        )
     assert close(b, a)
 
 

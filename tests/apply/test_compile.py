@@ -46,7 +46,8 @@ def test_no_graph_break():
     opmux.apply(model)
     with torch.no_grad():
         explained = torch._dynamo.explain(model)(ids(), use_cache=False)
-    assert explained.graph_break_count == 0 and explained.graph_count == 1
+    assert explained.graph_break_count == 0
+    assert explained.graph_count == 1
 
 
 def test_decoding_with_a_static_cache_does_not_recompile():

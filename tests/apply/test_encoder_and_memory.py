@@ -20,10 +20,17 @@ def llava():
         projection_dim=32,
     )  # fmt: skip
     text = LlamaConfig(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=128
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=128,
     )
     torch.manual_seed(0)
-    return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, image_token_index=5)).eval()
+    return LlavaForConditionalGeneration(
+        LlavaConfig(vision_config=vision, text_config=text, image_token_index=5)
+    ).eval()
 
 
 def run(model):
@@ -41,7 +48,8 @@ def test_the_vision_tower_has_directives_of_its_own(llava, mm_encoder):
     assert float((a - b).abs().max() / a.abs().max()) <= 1e-5
     tower = [e for e in report.entries if "vision_tower" in e["path"]]
     text = [e for e in report.entries if "language_model" in e["path"] and e["status"] == "applied"]
-    assert text and all(e["method"] == "forward_native" for e in text)
+    assert text
+    assert all(e["method"] == "forward_native" for e in text)
     attention = [e for e in tower if e["op"] == "attention"]
     assert attention
     for e in attention:

@@ -7,11 +7,25 @@ import copy
 import pytest
 import torch
 from tiny_models import TYPES, ids, tiny
-from transformers import DynamicCache, StaticCache
+from transformers import StaticCache
 
 import opmux
 
-REACHED_WHOLE = {"llama", "mistral", "qwen2", "qwen3", "phi3", "granite", "olmo2", "smollm3", "glm4", "exaone4", "gemma", "gemma2", "gemma3_text"}
+REACHED_WHOLE = {
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "phi3",
+    "granite",
+    "olmo2",
+    "smollm3",
+    "glm4",
+    "exaone4",
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+}
 NO_RMS_NORM = {"cohere", "starcoder2", "gpt_neox"}
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning")]
@@ -19,7 +33,8 @@ pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning")]
 
 def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     """fp32 within 1e-5 of the scale of the logits."""
-    assert ours.shape == theirs.shape and ours.dtype == theirs.dtype
+    assert ours.shape == theirs.shape
+    assert ours.dtype == theirs.dtype
     worst = float((ours - theirs).abs().max() / theirs.abs().max())
     assert worst <= 1e-5, worst
 
@@ -88,7 +103,8 @@ def test_generate(pair):
     mask[0, :2] = 0
     for more in ({}, {"num_beams": 3}):
         a, b = (
-            m.generate(ids(2, 6), attention_mask=mask, max_new_tokens=6, do_sample=False, **more) for m in (stock, applied)
+            m.generate(ids(2, 6), attention_mask=mask, max_new_tokens=6, do_sample=False, **more)
+            for m in (stock, applied)
         )
         assert torch.equal(a, b)
 
@@ -132,6 +148,8 @@ def test_what_is_reached(pair):
     norm = any("rms_norm" in op for op in report.counts())
     assert norm == (kind not in NO_RMS_NORM)
     assert all(report.counts()[op] > 0 for op in ("replicated_linear", "attention", "logits_processor"))
-    whole = any(type(getattr(m.__dict__.get("forward"), "__self__", None)).__name__ == "LayerBinding" for m in applied.modules())
+    whole = any(
+        type(getattr(m.__dict__.get("forward"), "__self__", None)).__name__ == "LayerBinding" for m in applied.modules()
+    )
     assert whole == (kind in REACHED_WHOLE)
     assert all(e["reason"] for e in report.entries)

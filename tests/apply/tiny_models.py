@@ -6,9 +6,17 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 COMMON = {
-    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "vocab_size": 128, "max_position_embeddings": 256, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
-}  # fmt: skip
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
 TYPES: dict[str, dict[str, object]] = {
     "llama": {},
     "mistral": {"sliding_window": 8},
@@ -18,7 +26,12 @@ TYPES: dict[str, dict[str, object]] = {
     "gemma2": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16},
     "gemma3_text": {"head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16},
     "phi3": {},
-    "granite": {"residual_multiplier": 0.5, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "attention_multiplier": 0.3},
+    "granite": {
+        "residual_multiplier": 0.5,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "attention_multiplier": 0.3,
+    },
     "olmo2": {},
     "cohere": {"logit_scale": 0.5},
     "starcoder2": {"sliding_window": 8},

@@ -1,8 +1,9 @@
 """Putting opmux's ops into transformers models.
 
-``opmux.apply`` is this package and the function at once: ``opmux.apply(model)`` calls it, ``from opmux.apply import apply``
-imports it. Python binds a submodule over an attribute of the same name when it imports it, so a plain function called
-``opmux.apply`` would be lost as soon as anybody imports ``opmux.apply.report``; a package that can be called cannot be.
+``opmux.apply`` is this package and the function at once: ``opmux.apply(model)`` calls it, ``from opmux.apply import
+apply`` imports it. Python binds a submodule over an attribute of the same name when it imports it, so a plain function
+called ``opmux.apply`` would be lost as soon as anybody imports ``opmux.apply.report``; a package that can be called
+cannot be.
 """
 
 from __future__ import annotations

@@ -34,21 +34,21 @@ class AttentionBinding(Binding):
     """
 
     def __init__(
-        self, module: nn.Module, norms: tuple[NormBinding, NormBinding] | None, rope: Rope | None, uses: Uses,
+        self, module: Any, norms: tuple[NormBinding, NormBinding] | None, rope: Rope | None, uses: Uses,
         enforce_enable: bool = False,
     ) -> None:  # fmt: skip
-        children = module._modules
+        children: dict[str, Any] = module._modules
         super().__init__(module, [(children, name, child) for name, child in children.items() if child is not None])
         self.names = parameter_names(module)
         self.cache_name = next(name for name in self.names if name in CACHE_NAMES)
         self.config = module.config
         self.implementation = self.config._attn_implementation
         self.layer_idx = module.layer_idx
-        self.head_dim, self.heads, self.kv_heads = _sizes(module)  # type: ignore[misc]
+        self.head_dim, self.heads, self.kv_heads = _sizes(module)
         self.norms = norms
         self.rope = rope
         self.output_name = next(name for name in _OUTPUTS if name in children)
-        self.output = linear_op(children[self.output_name])  # type: ignore[arg-type]
+        self.output = linear_op(children[self.output_name])
         self._project(children, uses)
         scale = getattr(module, "scaling", None)
         cap = getattr(module, "attn_logit_softcapping", None)
@@ -81,8 +81,10 @@ class AttentionBinding(Binding):
     def ops(self) -> Iterator[tuple[str, CustomOp, str]]:
         names = _inputs(self.module._modules)
         if self.product is not None:
-            yield "{" + ",".join(names) + "}" if len(names) > 1 else names[0], self.product, (
-                "q, k and v merged" if self.merged else ""
+            yield (
+                "{" + ",".join(names) + "}" if len(names) > 1 else names[0],
+                self.product,
+                ("q, k and v merged" if self.merged else ""),
             )
         else:
             yield from ((name, op, "") for name, op in zip(names, self.separate, strict=True))
@@ -130,7 +132,7 @@ class AttentionBinding(Binding):
         if self.product is not None:
             qkv = self.product(x).view(batch, length, -1, size)
             if self.norms is None and self.rope is not None:
-                qk = self.rope(qkv.narrow(2, 0, both), cos, sin)  # q and k in one call  # type: ignore[arg-type]
+                qk = self.rope(qkv.narrow(2, 0, both), cos, sin)  # q and k in one call
                 return qk.narrow(2, 0, heads), qk.narrow(2, heads, self.kv_heads), qkv.narrow(2, both, self.kv_heads)
             q, k, v = qkv.split((heads, self.kv_heads, self.kv_heads), dim=2)
         else:
@@ -142,16 +144,16 @@ class AttentionBinding(Binding):
         if self.whole_norm:
             q, k = q.view(batch, length, -1, size), k.view(batch, length, -1, size)
         if self.rope is not None:
-            q, k = self.rope(q, cos, sin), self.rope(k, cos, sin)  # type: ignore[arg-type]
+            q, k = self.rope(q, cos, sin), self.rope(k, cos, sin)
         return q, k, v
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         named = dict(zip(self.names, args, strict=False)) | kwargs
-        x = named.get("hidden_states")
+        x: Any = named.get("hidden_states")
         if self.unusual(named) or self.steps_aside(x):
             return self.original(*args, **kwargs)
         cos, sin = self.tables(named.get("position_embeddings"))
-        out = self.run(x, cos, sin, named.get("attention_mask"), named.get(self.cache_name), False)  # type: ignore[arg-type]
+        out = self.run(x, cos, sin, named.get("attention_mask"), named.get(self.cache_name), False)
         return out, None
 
     def tables(self, embeddings: tuple[Tensor, Tensor] | None) -> tuple[Tensor | None, Tensor | None]:
@@ -175,19 +177,17 @@ class AttentionBinding(Binding):
         )
 
 
-def looks_like_attention(module: nn.Module) -> bool:
+def looks_like_attention(module: Any) -> bool:
     """q, k and v projections (or one for the three) and an output projection."""
-    children = module._modules
+    children: dict[str, Any] = module._modules
     return bool(_inputs(children)) and any(name in children for name in _OUTPUTS)
 
 
-def find_attention(
-    module: nn.Module, uses: Uses, rotary: nn.Module | None, enforce_enable: bool
-) -> AttentionBinding | str:
+def find_attention(module: Any, uses: Uses, rotary: nn.Module | None, enforce_enable: bool) -> AttentionBinding | str:
     """The binding for an attention module, or why there is none."""
-    children = module._modules
+    children: dict[str, Any] = module._modules
     for name in (*_inputs(children), next(n for n in _OUTPUTS if n in children)):
-        why = untouchable(children[name])  # type: ignore[arg-type]
+        why = untouchable(children[name])
         if why is not None:
             return f"{name} {why}"
     why = _why_not(module)
@@ -201,7 +201,11 @@ def find_attention(
         return rope
     style = next((s for s in STYLES if s[0] == rope[0]), None)
     return AttentionBinding(
-        module, norms, style and Rope(style[1], style[2], enforce_enable), uses, enforce_enable  # type: ignore[arg-type]
+        module,
+        norms,
+        style and Rope(style[1], style[2], enforce_enable),
+        uses,
+        enforce_enable,
     )
 
 
@@ -212,25 +216,25 @@ def _inputs(children: dict[str, Any]) -> tuple[str, ...]:
     return apart if all(name in children for name in apart) else ()
 
 
-def _sizes(module: nn.Module) -> tuple[int, int, int] | None:
-    """(head size, query heads, key heads)."""
+def _sizes(module: Any) -> Any:
+    """(head size, query heads, key heads), or None."""
     children, size = module._modules, getattr(module, "head_dim", None)
     if not isinstance(size, int) or size < 1:
         return None
     output = children[next(name for name in _OUTPUTS if name in children)]
-    heads = output.in_features // size  # type: ignore[union-attr]
-    rows = sum(children[name].out_features for name in _inputs(children))  # type: ignore[union-attr]
+    heads = output.in_features // size
+    rows = sum(children[name].out_features for name in _inputs(children))
     kv_heads, odd = divmod(rows // size - heads, 2)
     fits = not odd and kv_heads > 0 and heads % kv_heads == 0 and rows == (heads + 2 * kv_heads) * size
     return (size, heads, kv_heads) if fits else None
 
 
-def _why_not(module: nn.Module) -> str | None:
+def _why_not(module: Any) -> str | None:
     names = parameter_names(module)
     config = getattr(module, "config", None)
     implementation = getattr(config, "_attn_implementation", None)
     known = {*_inputs(module._modules), *_OUTPUTS, "q_norm", "k_norm"}
-    more = [name for name, child in module._modules.items() if name not in known and list(child.parameters())]  # type: ignore[union-attr]
+    more = [name for name, child in module._modules.items() if name not in known and list(child.parameters())]
     more += [name for name, p in module._parameters.items() if p is not None]
     if more:
         return f"has parts beyond q, k, v and output: {', '.join(more)}"
@@ -245,16 +249,17 @@ def _why_not(module: nn.Module) -> str | None:
     return None
 
 
-def _norms(children: dict[str, Any]) -> tuple[NormBinding, NormBinding] | str | None:
+def _norms(children: dict[str, Any]) -> Any:
+    """The bindings of q_norm and k_norm, None without them, or why they do not serve."""
     if "q_norm" not in children and "k_norm" not in children:
         return None
     pair = bound(children.get("q_norm")), bound(children.get("k_norm"))
     if not all(isinstance(norm, NormBinding) for norm in pair):
         return "q_norm or k_norm is no norm that opmux knows"
-    return pair  # type: ignore[return-value]
+    return pair
 
 
-def _recognise(module: nn.Module, uses: Uses, rotary: nn.Module | None) -> tuple[str] | str:
+def _recognise(module: Any, uses: Uses, rotary: nn.Module | None) -> tuple[str] | str:
     """The style of rope with which our formula gives the module's numbers (its name, or "none"), or why none does."""
     with probe.quietly():
         try:
@@ -268,10 +273,10 @@ def _recognise(module: nn.Module, uses: Uses, rotary: nn.Module | None) -> tuple
     return "differs from our attention (compared on random input)"
 
 
-def _matches(twin: nn.Module, style: tuple[str, bool, bool] | None, rotary: nn.Module | None) -> bool:
-    """Whether a prefill, a longer one behind it and a decode step agree, outputs and cache, on small and large input."""
+def _matches(twin: Any, style: tuple[str, bool, bool] | None, rotary: nn.Module | None) -> bool:
+    """Whether outputs and cache agree over a prefill, a decode step and a chunk, on small and large input."""
     norms = _norms(twin._modules)
-    ours = AttentionBinding(twin, norms, style and Rope(style[1], style[2]), Uses(twin))  # type: ignore[arg-type]
+    ours = AttentionBinding(twin, norms, style and Rope(style[1], style[2]), Uses(twin))
     ours.layer_idx = twin.layer_idx = 0
     for scale in (1.0, 20.0):
         steps = attention_steps(twin, rotary, scale)
@@ -282,14 +287,14 @@ def _matches(twin: nn.Module, style: tuple[str, bool, bool] | None, rotary: nn.M
                 return False
             if not probe.agrees(mine.layers[0].keys, theirs.layers[0].keys):
                 return False
-        if twin.config._attn_implementation != "eager":  # type: ignore[union-attr]
+        if twin.config._attn_implementation != "eager":
             reference = call_attention(twin, ours, x, tables, None, None)
             if not probe.agrees(ours.run(x, cos, sin, None, None, False), reference):
                 return False
     return True
 
 
-def attention_steps(module: nn.Module, rotary: nn.Module | None, scale: float) -> Iterator[Any]:
+def attention_steps(module: Any, rotary: nn.Module | None, scale: float) -> Iterator[Any]:
     """Inputs of a decode step, a prefill and one behind it: (tables, x, mask, a pair of caches)."""
     from transformers import DynamicCache
 
@@ -297,23 +302,32 @@ def attention_steps(module: nn.Module, rotary: nn.Module | None, scale: float) -
     like = probe.random(module, 1)
     lengths = (5, 1, 3)
     positions = torch.arange(sum(lengths), device=like.device).unsqueeze(0)
-    kinds = list(sample_tables(rotary, like, positions)) if rotary is not None else []
-    for cos, sin in kinds or [(None, None)]:
+    kinds: list[Any] = list(sample_tables(rotary, like, positions)) if rotary is not None else []
+    kinds = kinds or [(None, None)]
+    for cos, sin in kinds:
         caches = DynamicCache(), DynamicCache()
         start = 0
         for length in lengths:
             end = start + length
             x = probe.random(module, 2, length, width, scale=scale)
-            hidden = torch.ones(length, end, dtype=torch.bool, device=like.device).triu(start + 1).expand(2, 1, -1, -1).clone()
+            hidden = (
+                torch.ones(length, end, dtype=torch.bool, device=like.device)
+                .triu(start + 1)
+                .expand(2, 1, -1, -1)
+                .clone()
+            )
             hidden[1, 0, max(0, 2 - start) :, :2] = True  # the second row is padded on the left
-            mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill(hidden, torch.finfo(like.dtype).min)
+            mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill(
+                hidden, torch.finfo(like.dtype).min
+            )
             tables = None if cos is None else (cos[:, start:end], sin[:, start:end])
             yield tables, x, mask, caches
             start = end
 
 
-def call_attention(module: nn.Module, binding: AttentionBinding, x: Tensor, tables: Any, mask: Any, cache: Any) -> Tensor:
+def call_attention(module: Any, binding: AttentionBinding, x: Tensor, tables: Any, mask: Any, cache: Any) -> Any:
     """The output of the module's own forward."""
-    out = binding.original(hidden_states=x, position_embeddings=tables, attention_mask=mask, **{binding.cache_name: cache})
-    return out[0]  # type: ignore[no-any-return]
-
+    out = binding.original(
+        hidden_states=x, position_embeddings=tables, attention_mask=mask, **{binding.cache_name: cache}
+    )
+    return out[0]

@@ -38,7 +38,7 @@ class Binding:
         merged: merged weights that the fast path reads.
     """
 
-    def __init__(self, module: nn.Module, parts: list[tuple[dict[str, Any], str, nn.Module]] | None = None) -> None:
+    def __init__(self, module: Any, parts: list[tuple[dict[str, Any], str, nn.Module]] | None = None) -> None:
         self.module = module
         self.parts = parts or []
         self.merged: list[Merged] = []
@@ -85,10 +85,7 @@ class Binding:
             return False
         if any(self.hooks) and not all(map(idle, self.hooks)):
             return False
-        for merged in self.merged:
-            if not merged.fresh():
-                return False
-        return True
+        return all(merged.fresh() for merged in self.merged)
 
     def gather(self, *inner: Binding) -> None:
         """Watch what the bindings inside watch, too, in one loop each."""
@@ -103,7 +100,7 @@ class Binding:
 
     def bind(self) -> None:
         """Put the binding's forward in place of the module's."""
-        self.module.forward = self.forward  # type: ignore[method-assign]
+        self.module.forward = self.forward
 
     def unbind(self) -> None:
         """Give the module its class's forward back."""
@@ -122,13 +119,13 @@ class Binding:
         self.key = _register(self)
 
 
-def bound(module: Any) -> Binding | None:
+def bound(module: Any) -> Any:
     """The binding of a module, if it has one."""
     owner = getattr(module.__dict__.get("forward"), "__self__", None) if isinstance(module, nn.Module) else None
     return owner if isinstance(owner, Binding) else None
 
 
-def share_parameters(op: CustomOp, module: nn.Module) -> None:
+def share_parameters(op: CustomOp, module: Any) -> None:
     """Let ``op`` use the module's own dictionary of parameters.
 
     No copy, and whatever replaces a parameter (tying, ``load_state_dict(assign=True)``, a cast) is seen by the op.
@@ -136,7 +133,7 @@ def share_parameters(op: CustomOp, module: nn.Module) -> None:
     op.__dict__["_parameters"] = module._parameters
 
 
-def foreign_forward(module: nn.Module) -> str | None:
+def foreign_forward(module: Any) -> str | None:
     """Why the module's forward may not be replaced, or None."""
     if hasattr(module, "_hf_hook"):
         return "is offloaded or dispatched by accelerate (it has an _hf_hook)"
@@ -146,7 +143,7 @@ def foreign_forward(module: nn.Module) -> str | None:
     return None
 
 
-def parameter_names(module: nn.Module) -> list[str]:
+def parameter_names(module: Any) -> list[str]:
     """The names of the arguments of the forward of the module's class, without self."""
     return [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
 

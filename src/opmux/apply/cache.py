@@ -14,8 +14,8 @@ _STEP = 256  # room is made for so many more tokens, or for a quarter as many ag
 class GrowingLayer(DynamicLayer):
     """A ``DynamicLayer`` whose keys and values are the front of larger buffers.
 
-    To its users it is a ``DynamicLayer``: ``keys`` and ``values`` are [B, K, L, D] and may be assigned. Where a gradient is
-    needed it concatenates as its parent does, since a buffer that is written again cannot be differentiated.
+    To its users it is a ``DynamicLayer``: ``keys`` and ``values`` are [B, K, L, D] and may be assigned. Where a
+    gradient is needed it concatenates as its parent does: a buffer that is written again cannot be differentiated.
     """
 
     def __init__(self, **kwargs: Any) -> None:
@@ -99,7 +99,8 @@ class GrowingLayer(DynamicLayer):
         for states, kept in zip((key_states, value_states), old, strict=True):
             buffer = states.new_empty((*states.shape[:2], room, states.shape[-1]))
             if length:
-                buffer.narrow(2, 0, length).copy_(kept)  # type: ignore[arg-type]
+                assert kept is not None
+                buffer.narrow(2, 0, length).copy_(kept)
             fresh.append(buffer)
         self.device = key_states.device
         self._keys, self._values = fresh

@@ -38,7 +38,7 @@ class EmbeddingBinding(Binding):
         if torch.compiler.is_compiling() or ids.device.type != "cpu" or ids.numel() == 0:
             return True
         low, high = torch.aminmax(ids)
-        return int(low) >= 0 and int(high) < self.module.num_embeddings  # type: ignore[operator]
+        return int(low) >= 0 and int(high) < self.module.num_embeddings
 
 
 class HeadBinding(Binding):
@@ -61,7 +61,7 @@ class HeadBinding(Binding):
         return self.op(self.head, args[0], self.module._parameters["bias"])
 
 
-def find_embedding(module: nn.Module) -> EmbeddingBinding | str:
+def find_embedding(module: Any) -> EmbeddingBinding | str:
     """The binding for an embedding table, or why there is none."""
     if type(module) is not nn.Embedding:
         return f"is a {type(module).__qualname__}, not a plain nn.Embedding"
@@ -73,6 +73,6 @@ def find_embedding(module: nn.Module) -> EmbeddingBinding | str:
     return foreign_forward(module) or EmbeddingBinding(module)
 
 
-def find_head(module: nn.Module) -> HeadBinding | str:
+def find_head(module: Any) -> HeadBinding | str:
     """The binding for an output projection, or why there is none."""
-    return untouchable(module) or HeadBinding(module)  # type: ignore[arg-type]
+    return untouchable(module) or HeadBinding(module)

@@ -1,7 +1,7 @@
 """Attention through transformers' public interface, for modules that are not replaced whole.
 
-``opmux`` is registered as an attention implementation, with the masks of ``sdpa``. A module uses it by a configuration of
-its own that names it; the model's configuration, which other models may share, is not changed.
+``opmux`` is registered as an attention implementation, with the masks of ``sdpa``. A module uses it by a configuration
+of its own that names it; the model's configuration, which other models may share, is not changed.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _HOLDER = "_opmux_attention"
 class InterfaceBinding(Binding):
     """Points one attention module at the implementation ``opmux``."""
 
-    def __init__(self, module: nn.Module, heads: tuple[int, int, int], scale: float, enforce_enable: bool) -> None:
+    def __init__(self, module: Any, heads: tuple[int, int, int], scale: float, enforce_enable: bool = False) -> None:
         super().__init__(module)
         size, queries, keys = heads
-        build = {"scale": scale, "num_kv_heads": keys, "enforce_enable": enforce_enable}
+        build: dict[str, Any] = {"scale": scale, "num_kv_heads": keys, "enforce_enable": enforce_enable}
         self.config = module.config
         self.implementation = self.config._attn_implementation
-        self.causal = Attention(queries, size, **build)  # type: ignore[arg-type]
-        self.full = Attention(queries, size, causal=False, **build)  # type: ignore[arg-type]
+        self.causal = Attention(queries, size, **build)
+        self.full = Attention(queries, size, causal=False, **build)
 
     def ops(self) -> Iterator[tuple[str, CustomOp, str]]:
         yield "", self.causal, "causal, through AttentionInterface"
@@ -48,18 +48,18 @@ class InterfaceBinding(Binding):
         """The implementation that the model's config names."""
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        eager = getattr(sys.modules[type(self.module).__module__], "eager_attention_forward", None)
+        eager: Any = getattr(sys.modules[type(self.module).__module__], "eager_attention_forward", None)
         return ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
 
     def bind(self) -> None:
         register()
         own = copy.copy(self.config)
         own._attn_implementation = NAME
-        self.module.config = own  # type: ignore[assignment]
+        self.module.config = own
         self.module.__dict__[_HOLDER] = self
 
     def unbind(self) -> None:
-        self.module.config = self.config  # type: ignore[assignment]
+        self.module.config = self.config
         self.module.__dict__.pop(_HOLDER, None)
 
 
@@ -73,7 +73,7 @@ def register() -> None:
 
 
 def attention_forward(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
     scaling: float | None = None, is_causal: bool | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """The implementation ``opmux``: query [B, N, S, D], key and value [B, K, L, D] -> [B, S, N, D].
@@ -86,14 +86,14 @@ def attention_forward(
     if isinstance(holder, InterfaceBinding) and holder.yields():
         return holder.own_function()(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
-        )  # type: ignore[no-any-return]
+        )
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     known = isinstance(holder, InterfaceBinding) and (scaling is None or scaling == holder.causal.scale)
     odd = any(kwargs.get(name) is not None for name in ("position_bias", "s_aux", "softcap"))
     if not known or dropout or odd or (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)):
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
-        )  # type: ignore[no-any-return]
+        )
     length = query.shape[2]
     if attention_mask is None and causal and 1 < length < key.shape[2]:
         key, value = key[:, :, :length], value[:, :, :length]  # the unused end of a static cache
@@ -103,7 +103,7 @@ def attention_forward(
     return holder.full(q, k, v, attention_mask), None
 
 
-def find_interface(module: nn.Module, rotary: nn.Module | None, enforce_enable: bool) -> InterfaceBinding | str:
+def find_interface(module: Any, rotary: nn.Module | None, enforce_enable: bool) -> InterfaceBinding | str:
     """The binding for an attention module that takes its implementation from its config, or why there is none."""
     config, names = getattr(module, "config", None), parameter_names(module)
     implementation = getattr(config, "_attn_implementation", None)
@@ -114,10 +114,13 @@ def find_interface(module: nn.Module, rotary: nn.Module | None, enforce_enable: 
     if not set(names) & set(CACHE_NAMES) or "position_embeddings" not in names:
         return f"its forward takes {', '.join(names)}, which is not how decoder attention is called"
     verdict = probe.once(("interface", probe.fingerprint(module)), lambda: _recognise(module, rotary))
-    return verdict if isinstance(verdict, str) else InterfaceBinding(module, *verdict, enforce_enable)
+    if isinstance(verdict, str):
+        return verdict
+    heads, scale = verdict
+    return InterfaceBinding(module, heads, scale, enforce_enable)
 
 
-def _recognise(module: nn.Module, rotary: nn.Module | None) -> tuple[tuple[int, int, int], float] | str:
+def _recognise(module: Any, rotary: nn.Module | None) -> tuple[tuple[int, int, int], float] | str:
     """((head size, query heads, key heads), scale) as the module passes them, if our op then gives its numbers."""
     with probe.quietly():
         try:
@@ -126,11 +129,11 @@ def _recognise(module: nn.Module, rotary: nn.Module | None) -> tuple[tuple[int, 
             theirs = _outputs(twin, rotary, _spy(seen))
             if not seen:
                 return "its forward does not ask its config for an attention implementation"
-            binding = InterfaceBinding(twin, *seen[0], enforce_enable=False)
+            binding = InterfaceBinding(twin, *seen[0])
             binding.bind()
             ours = _outputs(twin, rotary, attention_forward)
             if all(probe.agrees(a, b) for a, b in zip(ours, theirs, strict=True)):
-                return seen[0]  # type: ignore[no-any-return]
+                return seen[0]
         except Exception as error:  # a module that cannot be probed is a module that is left alone
             return f"could not be probed ({probe.reason_of(error)})"
     return "differs when our attention takes the place of its own (compared on random input)"
@@ -139,7 +142,7 @@ def _recognise(module: nn.Module, rotary: nn.Module | None) -> tuple[tuple[int, 
 def _spy(seen: list[Any]) -> Any:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    def spy(module: nn.Module, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def spy(module: Any, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> Any:
         scaling = kwargs.get("scaling")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         seen.append(((query.shape[-1], query.shape[1], key.shape[1]), scale))
@@ -148,15 +151,15 @@ def _spy(seen: list[Any]) -> Any:
     return spy
 
 
-def _outputs(twin: nn.Module, rotary: nn.Module | None, function: Any) -> list[Tensor]:
+def _outputs(twin: Any, rotary: nn.Module | None, function: Any) -> list[Tensor]:
     """What the module gives for the attention probe's inputs with ``function`` as its implementation."""
     from transformers import AttentionInterface
 
     probe_name = "opmux_probe"
     AttentionInterface.register(probe_name, function)
     kept = twin.config
-    twin.config = copy.copy(kept)  # type: ignore[arg-type]
-    twin.config._attn_implementation = probe_name  # type: ignore[union-attr]
+    twin.config = copy.copy(kept)
+    twin.config._attn_implementation = probe_name
     twin.layer_idx = 0
     cache_name = next(name for name in parameter_names(twin) if name in CACHE_NAMES)
     torch.manual_seed(0)

@@ -15,7 +15,7 @@ from .binding import Binding, bound, parameter_names
 from .mlp import MLPBinding
 from .norms import NormBinding
 
-Norms = tuple[str | None, str | None, str | None, str | None]
+Norms = tuple[str | None, ...]  # before and behind attention, before and behind the MLP
 
 
 class LayerBinding(Binding):
@@ -27,18 +27,18 @@ class LayerBinding(Binding):
         multiplier: what attention and MLP are scaled by before they are added (Granite).
     """
 
-    def __init__(self, module: nn.Module, norms: Norms, multiplier: float) -> None:
-        children = module._modules
+    def __init__(self, module: Any, norms: Norms, multiplier: float) -> None:
+        children: dict[str, Any] = module._modules
         super().__init__(module, [(children, name, child) for name, child in children.items() if child is not None])
         self.names = parameter_names(module)
         self.cache_name = next(name for name in self.names if name in CACHE_NAMES)
-        self.attention_name, self.mlp_name = _attention_and_mlp(module)  # type: ignore[misc]
-        self.attention: AttentionBinding = bound(children[self.attention_name])  # type: ignore[assignment]
+        self.attention_name, self.mlp_name = _attention_and_mlp(module)
+        self.attention: Any = bound(children[self.attention_name])
         mlp = children[self.mlp_name]
         self.mlp_binding = bound(mlp) if isinstance(bound(mlp), MLPBinding) else None
         self.mlp = self.mlp_binding.run if isinstance(self.mlp_binding, MLPBinding) else mlp
         self.arrangement = norms
-        ops = [None if name is None else bound(children[name]).op for name in norms]  # type: ignore[union-attr]
+        ops = [None if name is None else bound(children[name]).op for name in norms]
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = ops
         self.multiplier = multiplier
         self.gather(self.attention, *([self.mlp_binding] if self.mlp_binding is not None else []))
@@ -50,8 +50,8 @@ class LayerBinding(Binding):
         """The layer's work, without any check; arguments as of ``AttentionBinding.run``.
 
         Args:
-            delta, residual: [B, S, H]; the layer's input is their sum (or ``delta`` alone), which is not made yet, so that
-                the first norm can make it.
+            delta, residual: [B, S, H]; the layer's input is their sum (or ``delta`` alone), which is not made yet, so
+                that the first norm can make it.
 
         Returns: (delta, residual), whose sum is the layer's output.
         """
@@ -71,36 +71,44 @@ class LayerBinding(Binding):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         named = dict(zip(self.names, args, strict=False)) | kwargs
-        x = named.get("hidden_states")
+        x: Any = named.get("hidden_states")
         if self.attention.unusual(named) or self.steps_aside(x):
             return self.original(*args, **kwargs)
         cos, sin = self.attention.tables(named.get("position_embeddings"))
         delta, residual = self.run(
-            x, None, cos, sin, named.get("attention_mask"), named.get(self.cache_name), False  # type: ignore[arg-type]
+            x,
+            None,
+            cos,
+            sin,
+            named.get("attention_mask"),
+            named.get(self.cache_name),
+            False,
         )
         return residual + delta
 
 
-def _add_and_norm(norm: Any, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+def _add_and_norm(norm: Any, x: Tensor, residual: Tensor | None) -> Any:
     """(the norm of the sum, the sum); without a norm the sum twice."""
     if norm is None:
         total = x if residual is None else residual + x
         return total, total
     if residual is None:
         return norm(x), x
-    return norm(x, residual)  # type: ignore[no-any-return]
+    return norm(x, residual)
 
 
-def looks_like_layer(module: nn.Module) -> bool:
+def looks_like_layer(module: Any) -> bool:
     """An attention that we replaced, something like an MLP, and norms."""
     return _attention_and_mlp(module) is not None
 
 
-def find_layer(module: nn.Module, rotary: nn.Module | None) -> LayerBinding | str:
+def find_layer(module: Any, rotary: nn.Module | None) -> LayerBinding | str:
     """The binding for a decoder layer, or why there is none."""
     names = parameter_names(module)
-    attention, mlp = _attention_and_mlp(module)  # type: ignore[misc]
-    rest = {n: c for n, c in module._modules.items() if n not in (attention, mlp) and c is not None and list(c.parameters())}
+    attention, mlp = _attention_and_mlp(module)
+    rest = {
+        n: c for n, c in module._modules.items() if n not in (attention, mlp) and c is not None and list(c.parameters())
+    }
     if not rest or not all(isinstance(bound(c), NormBinding) for c in rest.values()):
         return "its norms are not all norms that opmux knows"
     if "hidden_states" not in names or "position_embeddings" not in names or not set(names) & set(CACHE_NAMES):
@@ -109,7 +117,8 @@ def find_layer(module: nn.Module, rotary: nn.Module | None) -> LayerBinding | st
     return verdict if isinstance(verdict, str) else LayerBinding(module, *verdict)
 
 
-def _attention_and_mlp(module: nn.Module) -> tuple[str, str] | None:
+def _attention_and_mlp(module: Any) -> Any:
+    """The names of the two children, or None."""
     children = {n: c for n, c in module._modules.items() if c is not None and list(c.parameters())}
     attention = [n for n, c in children.items() if isinstance(bound(c), AttentionBinding)]
     others = [n for n in children if n not in attention and not isinstance(bound(children[n]), NormBinding)]
@@ -117,9 +126,9 @@ def _attention_and_mlp(module: nn.Module) -> tuple[str, str] | None:
     return (attention[0], mlps[0]) if len(attention) == len(mlps) == len(others) == 1 else None
 
 
-def _recognise(module: nn.Module, norms: tuple[str, ...], rotary: nn.Module | None) -> tuple[Norms, float] | str:
+def _recognise(module: Any, norms: tuple[str, ...], rotary: nn.Module | None) -> tuple[Norms, float] | str:
     """(which norm stands where, the multiplier), by numbers, or why nothing matches."""
-    multipliers = [1.0] + sorted({v for v in module.__dict__.values() if isinstance(v, float)} - {1.0})
+    multipliers = [1.0, *sorted({v for v in module.__dict__.values() if isinstance(v, float)} - {1.0})]
     with probe.quietly():
         try:
             own = next(module.parameters()).dtype
@@ -135,19 +144,23 @@ def _recognise(module: nn.Module, norms: tuple[str, ...], rotary: nn.Module | No
 
 
 def _arrangements(norms: tuple[str, ...]) -> Iterator[Norms]:
-    places = {2: [(0, 2), (1, 3)], 3: list(itertools.combinations(range(4), 3)), 4: [(0, 1, 2, 3)]}.get(len(norms), [])
+    places: Any = {
+        2: [(0, 2), (1, 3)],
+        3: list(itertools.combinations(range(4), 3)),
+        4: [(0, 1, 2, 3)],
+    }.get(len(norms), [])
     for where, order in itertools.product(places, itertools.permutations(norms)):
         at: list[str | None] = [None] * 4
         for place, name in zip(where, order, strict=True):
             at[place] = name
-        yield tuple(at)  # type: ignore[misc]
+        yield tuple(at)
 
 
-def _matches(twin: nn.Module, norms: Norms, multiplier: float, rotary: nn.Module | None) -> bool:
+def _matches(twin: Any, norms: Norms, multiplier: float, rotary: nn.Module | None) -> bool:
     ours = LayerBinding(twin, norms, multiplier)
-    ours.attention.layer_idx = twin._modules[ours.attention_name].layer_idx = 0  # type: ignore[union-attr]
+    ours.attention.layer_idx = twin._modules[ours.attention_name].layer_idx = 0
     attention_module = twin._modules[ours.attention_name]
-    for tables, x, mask, (theirs, mine) in attention_steps(attention_module, rotary, 1.0):  # type: ignore[arg-type]
+    for tables, x, mask, (theirs, mine) in attention_steps(attention_module, rotary, 1.0):
         named = {"hidden_states": x, "position_embeddings": tables, "attention_mask": mask}
         reference = ours.original(**named, **{ours.cache_name: theirs})
         reference = reference[0] if isinstance(reference, tuple) else reference

@@ -38,7 +38,7 @@ def linear_op(module: nn.Linear) -> ReplicatedLinear:
     return op
 
 
-def untouchable(module: nn.Module) -> str | None:
+def untouchable(module: Any) -> str | None:
     """Why a linear layer is left alone, or None for a plain one."""
     cls = type(module)
     if hasattr(module, "base_layer"):
@@ -64,7 +64,7 @@ class Uses:
     def __init__(self, model: nn.Module) -> None:
         named = [(id(p), p) for _, p in model.named_parameters(remove_duplicate=False)]
         self.parameters = Counter(key for key, _ in named)
-        distinct = {key: p for key, p in named}.values()
+        distinct = dict(named).values()
         self.spans: dict[int, list[tuple[int, int, int]]] = {}
         for p in distinct:
             if not p.is_meta and type(p.data) is Tensor:
@@ -97,8 +97,8 @@ def unmergeable(linears: list[nn.Linear], uses: Uses) -> str | None:
 class Merged:
     """The weights of several linear layers as one buffer; their parameters become views of it.
 
-    There is no second copy: ``state_dict`` keeps its keys and in-place updates reach both. A cast, a move or a load that
-    gives a parameter memory of its own is noticed by its address, and the buffer is made anew.
+    There is no second copy: ``state_dict`` keeps its keys and in-place updates reach both. A cast, a move or a load
+    that gives a parameter memory of its own is noticed by its address, and the buffer is made anew.
     """
 
     def __init__(self, linears: list[nn.Linear], op: CustomOp) -> None:
@@ -119,15 +119,15 @@ class Merged:
         """Move the parameters into one buffer, unless they lie in one already. False if they no longer fit together."""
         self._watched = []
         for name in ("weight", "bias"):
-            parameters = [m._parameters.get(name) for m in self.linears]
+            parameters: list[Any] = [m._parameters.get(name) for m in self.linears]
             if any(p is None for p in parameters):
                 continue
-            if len({(p.dtype, p.device, p.shape[1:]) for p in parameters}) > 1:  # type: ignore[union-attr]
+            if len({(p.dtype, p.device, p.shape[1:]) for p in parameters}) > 1:
                 return False
-            buffer = _buffer_of(parameters)  # type: ignore[arg-type]
+            buffer = _buffer_of(parameters)
             self.op._parameters[name] = nn.Parameter(buffer, requires_grad=False)
             for module, parameter in zip(self.linears, parameters, strict=True):
-                self._watched.append((module._parameters, name, parameter.data_ptr()))  # type: ignore[union-attr]
+                self._watched.append((module._parameters, name, parameter.data_ptr()))
         return True
 
 

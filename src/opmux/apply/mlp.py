@@ -39,12 +39,12 @@ class MLPBinding(Binding):
         config: decides whether the two steps may be one op: both of them must be enabled.
     """
 
-    def __init__(self, module: nn.Module, first: tuple[str, ...], down: str, config: CompilationConfig) -> None:
-        children = module._modules
+    def __init__(self, module: Any, first: tuple[str, ...], down: str, config: CompilationConfig) -> None:
+        children: dict[str, Any] = module._modules
         super().__init__(module, [(children, name, child) for name, child in children.items() if child is not None])
-        linears: list[nn.Linear] = [children[name] for name in first]  # type: ignore[misc]
+        linears: list[nn.Linear] = [children[name] for name in first]
         self.first, self.down_name = first, down
-        self.down = linear_op(children[down])  # type: ignore[arg-type]
+        self.down = linear_op(children[down])
         width, rows, bias = linears[0].in_features, sum(m.out_features for m in linears), linears[0].bias is not None
         # One op is the better where it has a kernel; elsewhere the gate alone may have one.
         self.both: LinearSiluAndMul | None = None
@@ -83,19 +83,19 @@ class MLPBinding(Binding):
         return self.run(args[0])
 
 
-def looks_like_mlp(module: nn.Module) -> bool:
+def looks_like_mlp(module: Any) -> bool:
     """Two or three linear layers H -> I, (H -> I,) I -> H, or H -> 2I, I -> H, and otherwise only an activation."""
     return _shape_of(module) is not None
 
 
-def find_mlp(module: nn.Module, uses: Uses, config: CompilationConfig, fuse: bool) -> MLPBinding | str:
+def find_mlp(module: Any, uses: Uses, config: CompilationConfig, fuse: bool) -> MLPBinding | str:
     """The binding for a gated MLP, or why there is none."""
     shape = _shape_of(module)
     assert shape is not None
     inputs, down = shape
-    children = module._modules
+    children: dict[str, Any] = module._modules
     for name in (*inputs, down):
-        why = untouchable(children[name])  # type: ignore[arg-type]
+        why = untouchable(children[name])
         if why is not None:
             return f"{name} {why}"
     verdict = probe.once(("mlp", probe.fingerprint(module)), lambda: _recognise(module, inputs, down))
@@ -107,13 +107,13 @@ def find_mlp(module: nn.Module, uses: Uses, config: CompilationConfig, fuse: boo
     if len(first) == 2:
         if not fuse:
             return "gate and up are two layers, and fuse=False keeps them apart"
-        why = unmergeable([children[name] for name in first], uses)  # type: ignore[misc]
+        why = unmergeable([children[name] for name in first], uses)
         if why is not None:
             return f"gate and up cannot be merged: {why}"
     return MLPBinding(module, first, down, config)
 
 
-def _shape_of(module: nn.Module) -> tuple[tuple[str, ...], str] | None:
+def _shape_of(module: Any) -> tuple[tuple[str, ...], str] | None:
     named = {n: m for n, m in module._modules.items() if m is not None and hasattr(m, "in_features")}
     others = [m for n, m in module._modules.items() if n not in named and m is not None]
     if len(named) not in (2, 3) or any(list(m.parameters()) for m in others):
@@ -131,18 +131,18 @@ def _shape_of(module: nn.Module) -> tuple[tuple[str, ...], str] | None:
     return (tuple(inputs), down) if fits else None
 
 
-def _recognise(module: nn.Module, inputs: tuple[str, ...], down: str) -> tuple[tuple[str, ...], str] | str:
+def _recognise(module: Any, inputs: tuple[str, ...], down: str) -> tuple[tuple[str, ...], str] | str:
     """(gate and up in this order, the activation's name), or why not."""
     with probe.quietly():
         try:
             twin = probe.specimen(module, torch.float32)
-            children = twin._modules
-            x = probe.random(twin, 7, children[inputs[0]].in_features)  # type: ignore[union-attr]
+            children: dict[str, Any] = twin._modules
+            x = probe.random(twin, 7, children[inputs[0]].in_features)
             theirs = twin(x)
             for (name, activation), order in itertools.product(_ACTIVATIONS.items(), itertools.permutations(inputs)):
-                parts = [children[n](x) for n in order]  # type: ignore[misc]
+                parts = [children[n](x) for n in order]
                 gate, up = parts if len(parts) == 2 else parts[0].chunk(2, -1)
-                if probe.agrees(children[down](activation(gate) * up), theirs):  # type: ignore[misc]
+                if probe.agrees(children[down](activation(gate) * up), theirs):
                     return tuple(order), name
         except Exception as error:  # a module that cannot be probed is a module that is left alone
             return f"could not be probed ({probe.reason_of(error)})"

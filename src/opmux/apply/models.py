@@ -26,24 +26,24 @@ _PROBE_LENGTH = 7
 class ModelBinding(Binding):
     """The decoder stack: embeddings, layers that are all ours, a last norm.
 
-    It takes plain calls: causal, without or with a dynamic cache, at most a padding mask, shorter than any sliding window.
-    Everything else (outputs to capture, masks of one's own, static or quantised caches, packed sequences, gradients, hooks
-    inside, tracing) goes to the model's own forward, in which each layer still decides for itself.
+    It takes plain calls: causal, without or with a dynamic cache, at most a padding mask, shorter than any sliding
+    window. Everything else (outputs to capture, masks of one's own, static or quantised caches, packed sequences,
+    gradients, hooks inside, tracing) goes to the model's own forward, in which each layer still decides for itself.
     """
 
-    def __init__(self, module: nn.Module, rotary: nn.Module, output: type, output_cache: str, scale: float) -> None:
-        children = module._modules
-        layers: nn.ModuleList = children["layers"]  # type: ignore[assignment]
+    def __init__(self, module: Any, rotary: nn.Module, output: type, output_cache: str, scale: float) -> None:
+        children: dict[str, Any] = module._modules
+        layers: nn.ModuleList = children["layers"]
         parts = [(children, name, child) for name, child in children.items() if child is not None]
-        parts += [(layers._modules, name, child) for name, child in layers._modules.items()]  # type: ignore[misc]
+        parts += [(layers._modules, name, child) for name, child in layers._modules.items()]
         super().__init__(module, parts)
         self.names = parameter_names(module)
         self.cache_name = next(name for name in self.names if name in CACHE_NAMES)
         self.config = module.config
         self.implementation = self.config._attn_implementation
-        self.layers: list[LayerBinding] = [bound(layer) for layer in layers]  # type: ignore[misc]
+        self.layers: list[LayerBinding] = [bound(layer) for layer in layers]
         self.gather(*self.layers)
-        self.norm = bound(children["norm"]).op  # type: ignore[union-attr]
+        self.norm = bound(children["norm"]).op
         ropes = [layer.attention.rope for layer in self.layers if layer.attention.rope is not None]
         self.table = RopeTable(rotary, ropes[0])
         self.output, self.output_cache, self.scale = output, output_cache, scale
@@ -74,7 +74,8 @@ class ModelBinding(Binding):
 
     def _plain(self, named: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None, Any, int] | None:
         """(embedded tokens, positions, mask, cache, tokens in the cache) of a call that the fast path takes."""
-        ids, hidden = named.get("input_ids"), named.get("inputs_embeds")
+        ids: Any = named.get("input_ids")
+        hidden: Any = named.get("inputs_embeds")
         cache, padding = named.get(self.cache_name), named.get("attention_mask")
         config = self.config
         if (ids is None) == (hidden is None) or not self._only_known(named):
@@ -120,7 +121,7 @@ class ModelBinding(Binding):
         )
 
 
-def _longest(module: nn.Module, layers: list[LayerBinding]) -> int:
+def _longest(module: Any, layers: list[LayerBinding]) -> int:
     """The shortest sliding window: shorter texts need no window at all."""
     windows = [getattr(layer.attention.module, "sliding_window", None) for layer in layers]
     windows.append(getattr(module.config, "sliding_window", None))
@@ -131,9 +132,9 @@ def _captures(config: Any) -> bool:
     return getattr(config, "output_hidden_states", False) or getattr(config, "output_attentions", False)
 
 
-def looks_like_model(module: nn.Module) -> bool:
+def looks_like_model(module: Any) -> bool:
     """Embeddings, a list of layers of which one is ours at least, a norm, a rotary module."""
-    children = module._modules
+    children: dict[str, Any] = module._modules
     layers = children.get("layers")
     return (
         isinstance(layers, nn.ModuleList)
@@ -143,10 +144,10 @@ def looks_like_model(module: nn.Module) -> bool:
     )
 
 
-def find_model(module: nn.Module) -> ModelBinding | str:
+def find_model(module: Any) -> ModelBinding | str:
     """The binding for a decoder stack, or why there is none."""
     children, names = module._modules, parameter_names(module)
-    layers = [bound(layer) for layer in children["layers"]]  # type: ignore[union-attr]
+    layers = [bound(layer) for layer in children["layers"]]
     more = sorted(name for name in children if name not in ("embed_tokens", "layers", "norm", "rotary_emb"))
     if more:
         return f"has parts beyond embeddings, layers, norm and rotary: {', '.join(more)}"
@@ -154,26 +155,28 @@ def find_model(module: nn.Module) -> ModelBinding | str:
         return "not every layer was replaced"
     if not isinstance(bound(children["norm"]), NormBinding) or children.get("rotary_emb") is None:
         return "its last norm or its rotary module is not one that opmux knows"
-    if not {"input_ids", "attention_mask", "position_ids", "inputs_embeds"} <= set(names) or not set(names) & set(CACHE_NAMES):
+    if not {"input_ids", "attention_mask", "position_ids", "inputs_embeds"} <= set(names) or not set(names) & set(
+        CACHE_NAMES
+    ):
         return f"its forward takes {', '.join(names)}, which is not how decoders are called"
     if getattr(module.config, "is_causal", True) is False:
         return "is not causal"
     if len(layers) != getattr(module.config, "num_hidden_layers", len(layers)):
         return "its config counts other layers than it has"
-    styles = {layer.attention.rope.side_by_side for layer in layers if layer.attention.rope is not None}  # type: ignore[union-attr]
+    styles = {layer.attention.rope.side_by_side for layer in layers if layer.attention.rope is not None}
     if len(styles) != 1:
         return "its layers have no rotary embedding, or several kinds"
-    window = _longest(module, layers)  # type: ignore[arg-type]
+    window = _longest(module, layers)
     if window <= _PROBE_LENGTH:
         return f"its sliding window of {window} tokens leaves nothing to the loop without masks"
     key = ("model", probe.fingerprint(module))
     verdict = probe.once(key, lambda: _recognise(module))
-    return verdict if isinstance(verdict, str) else ModelBinding(module, children["rotary_emb"], *verdict)  # type: ignore[arg-type]
+    return verdict if isinstance(verdict, str) else ModelBinding(module, children["rotary_emb"], *verdict)
 
 
-def _recognise(module: nn.Module) -> tuple[type, str, float] | str:
+def _recognise(module: Any) -> tuple[type, str, float] | str:
     """(output class, its field for the cache, the scale of the embeddings), by numbers, or why nothing matches."""
-    rotary: nn.Module = module._modules["rotary_emb"]  # type: ignore[assignment]
+    rotary: nn.Module = module._modules["rotary_emb"]
     scales = [1.0] + [v for k, v in vars(module).items() if isinstance(v, float)]
     scales += [float(v) for v in (getattr(module.config, "embedding_multiplier", None),) if v]
     with probe.quietly():
@@ -182,7 +185,7 @@ def _recognise(module: nn.Module) -> tuple[type, str, float] | str:
             module = _first_layers(module, 4)
             stock = ModelBinding(module, rotary, object, "", 1.0).original
             device = next(module.parameters()).device
-            ids = torch.randint(0, module.embed_tokens.num_embeddings, (2, _PROBE_LENGTH), device=device)  # type: ignore[union-attr]
+            ids = torch.randint(0, module.embed_tokens.num_embeddings, (2, _PROBE_LENGTH), device=device)
             first = stock(input_ids=ids[:, :-1], use_cache=True)
             field = next(name for name in CACHE_NAMES if first.get(name) is not None)
             second = stock(input_ids=ids[:, -1:], **{_cache_argument(module): first[field]})
@@ -195,9 +198,9 @@ def _recognise(module: nn.Module) -> tuple[type, str, float] | str:
     return "differs from our loop over the layers (compared on random tokens)"
 
 
-def _first_layers(module: nn.Module, count: int) -> nn.Module:
+def _first_layers(module: Any, count: int) -> nn.Module:
     twin = copy.copy(module)
-    layers = nn.ModuleList(list(module._modules["layers"])[:count])  # type: ignore[call-overload]
+    layers = nn.ModuleList(list(module._modules["layers"])[:count])
     twin._modules = {**module._modules, "layers": layers}
     return twin
 
@@ -213,5 +216,5 @@ def _same(ours: ModelBinding, ids: Tensor, first: Tensor, second: Tensor) -> boo
     return plain is not None and probe.agrees(ours.run(*plain).last_hidden_state, second)
 
 
-def _cache_argument(module: nn.Module) -> str:
+def _cache_argument(module: Any) -> str:
     return next(name for name in parameter_names(module) if name in CACHE_NAMES)

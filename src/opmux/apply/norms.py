@@ -20,7 +20,7 @@ Build = dict[str, Any]  # constructor arguments, with the class under "cls"
 class NormBinding(Binding):
     """Runs a norm module by its op. ``run`` takes a residual too, for the layers that add before they normalise."""
 
-    def __init__(self, module: nn.Module, op: CustomOp, hint: str) -> None:
+    def __init__(self, module: Any, op: CustomOp, hint: str) -> None:
         super().__init__(module)
         self.op = op
         self.hint = hint
@@ -34,13 +34,13 @@ class NormBinding(Binding):
         return self.op(args[0])
 
 
-def looks_like_norm(module: nn.Module) -> bool:
+def looks_like_norm(module: Any) -> bool:
     """A leaf with one vector of parameters, called weight, that takes one argument."""
     weight = module._parameters.get("weight")
     return not module._modules and weight is not None and weight.dim() == 1 and len(parameter_names(module)) == 1
 
 
-def find_norm(module: nn.Module) -> NormBinding | str:
+def find_norm(module: Any) -> NormBinding | str:
     """The binding for a norm, or why there is none."""
     if isinstance(module, nn.LayerNorm) or module._parameters.get("bias") is not None:
         return "is a layer norm (it subtracts the mean); opmux has no op for it yet"
@@ -51,7 +51,7 @@ def find_norm(module: nn.Module) -> NormBinding | str:
     return NormBinding(module, _op(build, module), hint)
 
 
-def _op(build: Build, module: nn.Module) -> CustomOp:
+def _op(build: Build, module: Any) -> CustomOp:
     arguments = dict(build)
     cls = arguments.pop("cls")
     with torch.device("meta"):
@@ -60,13 +60,17 @@ def _op(build: Build, module: nn.Module) -> CustomOp:
     return op
 
 
-def _recognise(module: nn.Module) -> tuple[Build, str] | str:
-    width = module.weight.shape[0]  # type: ignore[union-attr]
+def _recognise(module: Any) -> tuple[Build, str] | str:
+    width = module.weight.shape[0]
     floats = [v for v in module.__dict__.values() if isinstance(v, float) and 0 <= v < 0.1]
     builds: list[Build] = [
         {"cls": cls, "hidden_size": width, "eps": eps, **more}
         for eps in floats or (1e-6, 1e-5)
-        for cls, more in ((RMSNorm, {"cast_order": "cast_first"}), (RMSNorm, {"cast_order": "cast_last"}), (GemmaRMSNorm, {}))
+        for cls, more in (
+            (RMSNorm, {"cast_order": "cast_first"}),
+            (RMSNorm, {"cast_order": "cast_last"}),
+            (GemmaRMSNorm, {}),
+        )
     ]
     with probe.quietly():
         try:
@@ -82,11 +86,11 @@ def _recognise(module: nn.Module) -> tuple[Build, str] | str:
     return best, best.get("cast_order", "1 + weight")
 
 
-def _errors(module: nn.Module, build: Build, dtype: torch.dtype) -> float:
+def _errors(module: Any, build: Build, dtype: torch.dtype) -> float:
     twin = probe.specimen(module, dtype)
     op = _op(build, twin)
     # Small rows show eps; the mean over many values orders candidates that differ by single roundings.
-    x = probe.random(twin, 64, build["hidden_size"]) * torch.logspace(-3, 1, 64).unsqueeze(1).to(twin.weight)  # type: ignore[arg-type]
+    x = probe.random(twin, 64, build["hidden_size"]) * torch.logspace(-3, 1, 64).unsqueeze(1).to(twin.weight)
     ours, theirs = op.forward_native(x), twin(x)
     worst = max(probe.difference(a, b) for a, b in zip(_rows(ours), _rows(theirs), strict=True))
     return worst + float((ours != theirs).float().mean()) * 1e-6

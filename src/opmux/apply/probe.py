@@ -27,7 +27,7 @@ def once(key: Any, judge: Callable[[], Any]) -> Any:
     return _verdicts[key]
 
 
-def fingerprint(module: nn.Module) -> tuple[Any, ...]:
+def fingerprint(module: Any) -> tuple[Any, ...]:
     """What makes two modules compute the same: classes, sources, shapes and dtypes, and plain settings. No weights."""
     parts = []
     for name, part in module.named_modules():
@@ -37,16 +37,16 @@ def fingerprint(module: nn.Module) -> tuple[Any, ...]:
             if k not in _IGNORED and (v is None or isinstance(v, (bool, int, float, str)))
         )
         shapes = tuple((k, tuple(p.shape), p.dtype) for k, p in part._parameters.items() if p is not None)
-        parts.append((name, type(part), source_hash(type(part)), settings, shapes))
+        parts.append((name, type(part), source_hash(part.__class__), settings, shapes))
     config = getattr(module, "config", None)
     return (*parts, getattr(config, "_attn_implementation", None), str(getattr(config, "rope_parameters", None)))
 
 
 @functools.cache
-def source_hash(cls: type) -> str:
+def source_hash(cls: Any) -> str:
     """A short hash of the source of a class's forward; a match of numbers holds for that source."""
     try:
-        return hashlib.sha256(inspect.getsource(inspect.unwrap(cls.forward)).encode()).hexdigest()[:12]  # type: ignore[attr-defined]
+        return hashlib.sha256(inspect.getsource(inspect.unwrap(cls.forward)).encode()).hexdigest()[:12]
     except (OSError, TypeError):
         return "unknown"
 
@@ -59,7 +59,7 @@ def quietly() -> Iterator[None]:
         yield
 
 
-def specimen(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+def specimen(module: Any, dtype: torch.dtype) -> Any:
     """A copy to experiment on: eval mode, one dtype, weights that hide nothing (a norm's ones would)."""
     twin = copy.deepcopy(module).eval()
     for part in twin.modules():

@@ -21,6 +21,7 @@ class Report:
         entries: one dict per module and op: ``path``, ``op``, ``class``, ``method``, ``status`` (``applied`` or
             ``skipped``), ``reason``.
         sources: for each field of the config, where its value came from.
+        whole: paths of layers and stacks that run as one loop over ops.
         unused: directives for ops that the model does not contain.
         compile: how the model was compiled, in words.
     """
@@ -29,6 +30,7 @@ class Report:
         self.directives = directives
         self.sources = sources
         self.entries: list[dict[str, Any]] = []
+        self.whole: list[str] = []
         self.unused: list[str] = []
         self.compile = ""
         self._ops: list[tuple[str, CustomOp]] = []
@@ -39,14 +41,18 @@ class Report:
         Args:
             like: for ops without parameters, a tensor of the device and dtype of the calls to come.
         """
-        alone = like is None or next(op.parameters(), None) is not None
-        decision = op.decision() if alone else op.decision(like.detach())
+        alone = next(op.parameters(), None) is not None
+        decision = op.decision() if like is None or alone else op.decision(like.detach())
         reason = "; ".join(part for part in (note, decision.why) if part)
         self.entries.append(
             {
-                "path": path, "op": decision.op, "class": decision.cls, "method": decision.method, "status": "applied",
+                "path": path,
+                "op": decision.op,
+                "class": decision.cls,
+                "method": decision.method,
+                "status": "applied",
                 "reason": reason,
-            }  # fmt: skip
+            }
         )
         self._ops.append((path, op))
 
@@ -85,6 +91,7 @@ class Report:
             "directives": self.directives,
             "sources": dict(self.sources),
             "counts": self.counts(),
+            "whole": list(self.whole),
             "unused_directives": list(self.unused),
             "compile": self.compile,
             "entries": [dict(e) for e in self.entries],
@@ -98,6 +105,8 @@ class Report:
         rows = [(e["path"], e["op"], e["class"], e["method"] or "-", e["reason"]) for e in self._folded("applied")]
         left = [(e["path"], e["op"], e["class"], "skipped", e["reason"]) for e in self._folded("skipped")]
         lines = _table([_COLUMNS, *rows, *left]) if rows or left else ["opmux found nothing to replace."]
+        if self.whole:
+            lines.append(f"run whole: {', '.join(_counted(self.whole))}")
         lines.append(f"directives: {self.directives} (from: {self.sources.get('custom_ops', 'default')})")
         lines.extend(f"directive without effect: {directive}" for directive in self.unused)
         lines.append(f"compile: {self.compile}")
@@ -112,12 +121,20 @@ class Report:
         groups: dict[Any, list[dict[str, Any]]] = {}
         for e in self.entries:
             if e["status"] == status:
-                pattern = re.sub(r"\.\d+(?=\.|$)", ".*", e["path"])
-                groups.setdefault((pattern, e["op"], e["class"], e["method"], e["reason"]), []).append(e)
+                groups.setdefault((_pattern(e["path"]), e["op"], e["class"], e["method"], e["reason"]), []).append(e)
         return [
             {**members[0], "path": members[0]["path"] if len(members) == 1 else f"{key[0]} x{len(members)}"}
             for key, members in groups.items()
         ]
+
+
+def _pattern(path: str) -> str:
+    return re.sub(r"\.\d+(?=\.|$)", ".*", path)
+
+
+def _counted(paths: list[str]) -> list[str]:
+    counts = Counter(map(_pattern, paths))
+    return [pattern if count == 1 else f"{pattern} x{count}" for pattern, count in counts.items()]
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:

@@ -31,7 +31,7 @@ class Rope:
             table = table[0]
         return table[..., ::2] if self.side_by_side else table[..., : table.shape[-1] // 2]
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, cos: Any, sin: Any) -> Any:
         """x [B, S, N, D]; cos, sin [S, R/2] or [B, S, R/2] -> [B, S, N, D]."""
         width = 2 * cos.shape[-1]
         if width == x.shape[-1]:
@@ -46,7 +46,7 @@ class RopeTable:
     length (dynamic, longrope) or that hooks watch are called instead.
     """
 
-    def __init__(self, module: nn.Module, rope: Rope) -> None:
+    def __init__(self, module: Any, rope: Rope) -> None:
         self.module = module
         self.rope = rope
         self.fixed = getattr(module, "rope_type", None) in _FIXED_KINDS
@@ -61,7 +61,12 @@ class RopeTable:
             positions: [B or 1, S].
             end: one past the largest position that is expected; larger ones are found out by themselves.
         """
-        if not self.fixed or hidden.device.type != "cpu" or self.module._forward_hooks or self.module._forward_pre_hooks:
+        if (
+            not self.fixed
+            or hidden.device.type != "cpu"
+            or self.module._forward_hooks
+            or self.module._forward_pre_hooks
+        ):
             cos, sin = self.module(hidden, position_ids=positions)
             return self.rope.half(cos), self.rope.half(sin)
         rows = self._table(hidden, end)
@@ -104,7 +109,7 @@ def sample_tables(rotary: nn.Module, like: Tensor, positions: Tensor) -> Iterato
     for more in kinds:
         try:
             tables = rotary(like, positions, **more)
-        except Exception:  # this kind of call is not for this module; the next may be  # noqa: S112
+        except Exception:  # this kind of call is not for this module; the next may be
             continue
         if isinstance(tables, tuple) and len(tables) == 2 and all(isinstance(t, Tensor) for t in tables):
             yield tables

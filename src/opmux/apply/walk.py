@@ -37,15 +37,13 @@ class _Applied:
         self.compiled = False
 
 
-def apply(
-    model: nn.Module, config: CompilationConfig | None = None, strict: bool = False, fuse: bool = True
-) -> Report:
+def apply(model: nn.Module, config: CompilationConfig | None = None, strict: bool = False, fuse: bool = True) -> Report:
     """Put opmux's ops into a transformers model.
 
     Modules are recognised by their structure and by running them against the ops' formulas on random input, and are
-    replaced one by one by binding their ``forward``: parameters, ``state_dict``, hooks and ``save_pretrained`` stay as they
-    are, and other models of the same class are not touched. Applying again with the same settings does nothing; with
-    others it starts anew.
+    replaced one by one by binding their ``forward``: parameters, ``state_dict``, hooks and ``save_pretrained`` stay as
+    they are, and other models of the same class are not touched. Applying again with the same settings does nothing;
+    with others it starts anew.
 
     Args:
         model: any ``nn.Module``; transformers' decoders are where it finds most.
@@ -85,7 +83,7 @@ def apply(
 
 
 def unapply(model: nn.Module) -> None:
-    """Give every module its own forward back. Weights that were merged stay views of one buffer, with the same values."""
+    """Give every module its own forward back. Merged weights stay views of one buffer, with the same values."""
     applied = model.__dict__.pop(_STATE, None)
     if applied is not None:
         _undo(model, applied)
@@ -113,7 +111,9 @@ class _Walk:
         self._pass(_takes_an_implementation, lambda m, c, e: interface.find_interface(m, self.rotary, e), "attention")
         self._pass(lambda m: m is head, lambda m, c, e: embeddings.find_head(m), "logits_processor")
         self._pass(
-            lambda m: isinstance(m, nn.Embedding), lambda m, c, e: embeddings.find_embedding(m), "vocab_parallel_embedding"
+            lambda m: isinstance(m, nn.Embedding),
+            lambda m, c, e: embeddings.find_embedding(m),
+            "vocab_parallel_embedding",
         )
         covered = {id(part) for b in self.applied.bindings for _, _, part in b.parts}
         self._pass(lambda m: _is_linear(m) and id(m) not in covered, self._linear, "replicated_linear")
@@ -137,30 +137,32 @@ class _Walk:
                 self.applied.bindings.append(found)
                 self._record(path, found)
 
-    def _is_bound(self, module: nn.Module) -> bool:
+    def _is_bound(self, module: Any) -> bool:
         return any(b.module is module for b in self.applied.bindings)
 
     def _record(self, path: str, binding: Binding) -> None:
+        if not list(binding.ops()):  # a layer or a stack, whose ops are those of the modules inside
+            self.applied.report.whole.append(path)
         like = next(binding.module.parameters(), None)
         for below, op, note in binding.ops():
             self.applied.report.applied(".".join(part for part in (path, below) if part), op, note, like)
 
-    def _attention(self, module: nn.Module, config: CompilationConfig, enforced: bool) -> Any:
+    def _attention(self, module: Any, config: CompilationConfig, enforced: bool) -> Any:
         return attention.find_attention(module, self.uses, self.rotary, enforced)
 
-    def _linear(self, module: nn.Module, config: CompilationConfig, enforced: bool) -> Any:
+    def _linear(self, module: Any, config: CompilationConfig, enforced: bool) -> Any:
         path = next(n for n, m in self.model.named_modules() if m is module)
         wrapper = next((w for w in self.wrappers if path.startswith(f"{w}.")), None)
         if wrapper is not None:
             return f"is part of {wrapper}, which is LoRA-wrapped"
-        return linears.untouchable(module) or linears.LinearBinding(module)  # type: ignore[arg-type]
+        return linears.untouchable(module) or linears.LinearBinding(module)
 
 
-def _is_linear(module: nn.Module) -> bool:
+def _is_linear(module: Any) -> bool:
     return isinstance(module, nn.Linear) or (hasattr(module, "in_features") and hasattr(module, "out_features"))
 
 
-def _takes_an_implementation(module: nn.Module) -> bool:
+def _takes_an_implementation(module: Any) -> bool:
     name = type(module).__name__
     return "Attention" in name and hasattr(module, "config") and hasattr(module, "layer_idx")
 
@@ -178,9 +180,7 @@ def _encoders(model: nn.Module) -> list[str]:
     config = getattr(model, "config", None)
     names = [n for n in getattr(config, "sub_configs", None) or {} if "text" not in n and "decoder" not in n]
     towers = [type(c) for c in (getattr(config, n, None) for n in names) if c is not None]
-    return [
-        path for path, m in model.named_modules() if path and type(getattr(m, "config", None)) in towers and towers
-    ]
+    return [path for path, m in model.named_modules() if path and type(getattr(m, "config", None)) in towers and towers]
 
 
 def _insist(report: Report, strict: bool) -> None:
@@ -188,8 +188,8 @@ def _insist(report: Report, strict: bool) -> None:
     if strict and (left or not report.entries):
         what = "\n".join(f"  {e['path']} ({e['op']}): {e['reason']}" for e in left) or "  nothing was recognised"
         raise NotAppliedError(
-            f"apply(strict=True): these modules were left as they are:\n{what}\nWithout strict=True they keep their own "
-            "forward and the rest is replaced."
+            f"apply(strict=True): these modules were left as they are:\n{what}\nWithout strict=True they keep their "
+            "own forward and the rest is replaced."
         )
 
 
@@ -223,4 +223,3 @@ def _undo(model: nn.Module, applied: _Applied) -> None:
         binding.unbind()
     if applied.compiled:
         model._compiled_call_impl = None
-        torch._dynamo.reset_code_caches() if hasattr(torch._dynamo, "reset_code_caches") else None
