@@ -1,4 +1,4 @@
-"""The RMS norm kernel of the compiled CPU library, for Python."""
+"""The norm kernels of the compiled CPU library, for Python. All compute in fp32 and return new, contiguous tensors."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from torch import Tensor
 from opmux.core.torch_library import opaque
 from opmux.native import DTYPE_CODE, kernels
 from opmux.native.layout import as_rows, new_like
+
+_F32 = DTYPE_CODE[torch.float32]
 
 
 @opaque(fake=lambda x, *_: x.new_empty(x.shape))
@@ -21,10 +23,10 @@ def rms_norm_cpu(
         weight: [H] of any of these dtypes, or None.
         variance_size: features that enter the mean; 0 means all H.
         weight_offset: added to the weight in fp32 (Gemma: 1.0).
-        cast_first: round the normalised value to x's dtype before the product with the weight, and round again (Llama);
-            otherwise round once, at the end.
+        cast_first: round the normalised value to the weight's dtype, the product with the weight too, and then to x's
+            dtype (Llama); otherwise round once, at the end.
 
-    Returns: [..., H] in x's dtype, contiguous.
+    Returns: [..., H] in x's dtype.
     """
     dtype = x.dtype
     if x.is_contiguous():  # as as_rows and new_like do, without their calls
@@ -32,14 +34,18 @@ def rms_norm_cpu(
         count, stride, out = x.numel() // (width or 1), width, torch.empty_like(x)
     else:
         (rows, count, width, stride), out = as_rows(x), new_like(x)
+    cast = _F32
     weight_is_fp32 = False  # which matters only where x's dtype is another
-    if weight is not None and (weight.dtype is not dtype or not weight.is_contiguous()):
-        weight = _readable(weight, dtype)
-        weight_is_fp32 = weight.dtype is torch.float32
+    if weight is not None:
+        if cast_first:
+            cast = DTYPE_CODE[weight.dtype]
+        if weight.dtype is not dtype or not weight.is_contiguous():
+            weight = readable(weight, dtype).contiguous()
+            weight_is_fp32 = weight.dtype is torch.float32
     kernels.rms_norm(
-        rows.data_ptr(), stride, None, 0, None if weight is None else weight.data_ptr(), out.data_ptr(), None,
-        count, width, variance_size or width, DTYPE_CODE[dtype], weight_is_fp32,
-        eps, weight_offset, cast_first, False,
+        out.data_ptr(), None, count, DTYPE_CODE[dtype],
+        rows.data_ptr(), stride, None, 0, False, None if weight is None else weight.data_ptr(), weight_is_fp32,
+        width, variance_size or width, eps, weight_offset, cast, False,
     )  # fmt: skip
     return out
 
@@ -52,29 +58,88 @@ def add_rms_norm_cpu(
     """The norm of ``x + residual``, and that sum rounded to x's dtype; arguments as of :func:`rms_norm_cpu`.
 
     Args:
-        residual: [..., H]; a dtype other than x's is converted first.
+        residual: [..., H] of any of the dtypes; the sum is fp32.
         round_sum: normalise the rounded sum (what a transformers decoder layer computes) rather than the fp32 sum.
 
-    Returns: (norm, new residual), both [..., H] in x's dtype, contiguous, new.
+    Returns: (norm, new residual), both [..., H] in x's dtype.
     """
-    if residual.dtype != x.dtype:
-        residual = residual.to(x.dtype)
-    rows, count, width, stride = as_rows(x)
-    residual, _, _, residual_stride = as_rows(residual)
-    out, new_residual = new_like(x), new_like(x)
     dtype = x.dtype
+    out, new_residual = new_like(x), new_like(x)
+    rows, count, width, stride = as_rows(x)
+    residual, _, _, residual_stride = as_rows(readable(residual, dtype))
+    cast = _F32
     weight_is_fp32 = False  # which matters only where x's dtype is another
-    if weight is not None and (weight.dtype is not dtype or not weight.is_contiguous()):
-        weight = _readable(weight, dtype)
-        weight_is_fp32 = weight.dtype is torch.float32
+    if weight is not None:
+        if cast_first:
+            cast = DTYPE_CODE[weight.dtype]
+        if weight.dtype is not dtype or not weight.is_contiguous():
+            weight = readable(weight, dtype).contiguous()
+            weight_is_fp32 = weight.dtype is torch.float32
     kernels.rms_norm(
-        rows.data_ptr(), stride, residual.data_ptr(), residual_stride, None if weight is None else weight.data_ptr(),
-        out.data_ptr(), new_residual.data_ptr(), count, width, variance_size or width, DTYPE_CODE[dtype],
-        weight_is_fp32, eps, weight_offset, cast_first, round_sum,
+        out.data_ptr(), new_residual.data_ptr(), count, DTYPE_CODE[dtype],
+        rows.data_ptr(), stride, residual.data_ptr(), residual_stride, residual.dtype is torch.float32,
+        None if weight is None else weight.data_ptr(), weight_is_fp32,
+        width, variance_size or width, eps, weight_offset, cast, round_sum,
     )  # fmt: skip
     return out, new_residual
 
 
-def _readable(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weight as the kernel reads it: contiguous, of x's dtype or fp32."""
-    return weight.contiguous() if weight.dtype in (dtype, torch.float32) else weight.float().contiguous()
+@opaque(fake=lambda x, *_: x.new_empty(x.shape))
+def rms_norm_gated_cpu(
+    x: Tensor, z: Tensor | None, weight: Tensor, eps: float, group_size: int, norm_before_gate: bool, by_sigmoid: bool
+) -> Tensor:
+    """RMS norm of groups of neighbours: ``norm(x) * weight * act(z)`` or ``norm(x * act(z)) * weight``.
+
+    Args:
+        x: [..., H], fp32, bf16 or fp16, any strides.
+        z: [..., H] of any of these dtypes, or None: no gate.
+        weight: [H] of any of these dtypes.
+        group_size: features that share a norm; divides H.
+        norm_before_gate: the order.
+        by_sigmoid: act is the sigmoid; otherwise silu.
+
+    Returns: [..., H] in x's dtype, rounded once.
+    """
+    dtype = x.dtype
+    out = new_like(x)
+    rows, count, width, stride = as_rows(x)
+    gate, z_stride = None, 0
+    if z is not None:
+        gate, _, _, z_stride = as_rows(readable(z, dtype))
+    weight = readable(weight, dtype).contiguous()
+    kernels.rms_norm_gated(
+        rows.data_ptr(), stride,
+        None if gate is None else gate.data_ptr(), gate is not None and gate.dtype is torch.float32, z_stride,
+        weight.data_ptr(), weight.dtype is torch.float32,
+        out.data_ptr(), count, width, group_size, DTYPE_CODE[dtype], eps, norm_before_gate, by_sigmoid,
+    )  # fmt: skip
+    return out
+
+
+@opaque(fake=lambda x, *_: x.new_empty(x.shape))
+def layer_norm_cpu(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """``(x - mean) / sqrt(variance + eps) * weight + bias``; the variance is the population's, of centred values.
+
+    Args:
+        x: [..., H], fp32, bf16 or fp16, any strides.
+        weight, bias: [H] of any of these dtypes, or None.
+
+    Returns: [..., H] in x's dtype, rounded once.
+    """
+    dtype = x.dtype
+    out = new_like(x)
+    rows, count, width, stride = as_rows(x)
+    weight = None if weight is None else readable(weight, dtype).contiguous()
+    bias = None if bias is None else readable(bias, dtype).contiguous()
+    kernels.layer_norm(
+        rows.data_ptr(), stride,
+        None if weight is None else weight.data_ptr(), weight is not None and weight.dtype is torch.float32,
+        None if bias is None else bias.data_ptr(), bias is not None and bias.dtype is torch.float32,
+        out.data_ptr(), count, width, DTYPE_CODE[dtype], eps,
+    )  # fmt: skip
+    return out
+
+
+def readable(operand: Tensor, dtype: torch.dtype) -> Tensor:
+    """A second operand as kernels read it: of x's dtype or fp32."""
+    return operand if operand.dtype in (dtype, torch.float32) else operand.float()
