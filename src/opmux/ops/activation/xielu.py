@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...core.cases import FLOATS, Case, Cost, Tolerance
 from ...core.custom_op import CustomOp
 from ...core.lazy import lazy_module
 from ...core.numerics import wide
+from ...core.parameters import frozen
 from ...core.requires import requires
 from . import kernels_cpu
 from .elementwise import check_floating, elementwise_cases, elementwise_cost
@@ -56,8 +57,8 @@ class XIELU(CustomOp):
         enforce_enable: bool = False,
     ) -> None:
         super().__init__(enforce_enable=enforce_enable)
-        self.alpha_p = nn.Parameter(torch.tensor([alpha_p_init], dtype=dtype).expm1().log())
-        self.alpha_n = nn.Parameter(torch.tensor([alpha_n_init - beta], dtype=dtype).expm1().log())
+        self.alpha_p = frozen(torch.tensor([alpha_p_init], dtype=dtype).expm1().log())
+        self.alpha_n = frozen(torch.tensor([alpha_n_init - beta], dtype=dtype).expm1().log())
         self.register_buffer("beta", torch.tensor(beta, dtype=dtype))
         self.register_buffer("eps", torch.tensor(eps, dtype=dtype))
 

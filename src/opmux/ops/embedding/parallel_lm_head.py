@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...core.cases import Case
 from ...core.custom_op import CustomOp
+from ...core.parameters import frozen
 from .vocab_parallel_embedding import VocabParallelEmbedding
 
 __all__ = ["ParallelLMHead"]
@@ -44,7 +45,7 @@ class ParallelLMHead(VocabParallelEmbedding):
             num_embeddings, embedding_dim, params_dtype, org_num_embeddings, padding_size, enforce_enable=enforce_enable
         )
         rows = self.vocabulary.total_padded
-        self.bias = nn.Parameter(torch.zeros(rows, dtype=params_dtype)) if bias else None
+        self.bias = frozen(torch.zeros(rows, dtype=params_dtype)) if bias else None
 
     def tie_weights(self, embedding: VocabParallelEmbedding) -> ParallelLMHead:
         """Share the embedding's weight tensor."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...core.cases import Case, Cost, Inputs, Tolerance
 from ...core.custom_op import CustomOp
 from ...core.lazy import lazy_module
+from ...core.parameters import frozen
 from ...core.requires import requires
 from . import kernels_cpu
 from .vocabulary import Vocabulary
@@ -53,7 +54,7 @@ class VocabParallelEmbedding(CustomOp):
         super().__init__(enforce_enable=enforce_enable)
         self.embedding_dim = embedding_dim
         self.vocabulary = Vocabulary.of(num_embeddings, org_num_embeddings, padding_size)
-        self.weight = nn.Parameter(torch.zeros(self.vocabulary.total_padded, embedding_dim, dtype=params_dtype))
+        self.weight = frozen(torch.zeros(self.vocabulary.total_padded, embedding_dim, dtype=params_dtype))
 
     def forward_native(self, input_ids: Tensor) -> Tensor:
         _check_ids(input_ids)

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...core.cases import FLOATS, Case, Cost, Tolerance
 from ...core.custom_op import CustomOp
+from ...core.parameters import frozen
 from ...core.requires import requires
 from . import kernels_cpu
 from .replicated_linear import _random_weight
@@ -37,8 +38,8 @@ class LinearSiluAndMul(CustomOp):
         super().__init__(enforce_enable=enforce_enable)
         self.input_size = input_size
         self.intermediate_size = intermediate_size
-        self.weight = nn.Parameter(torch.empty(2 * intermediate_size, input_size))
-        self.bias = nn.Parameter(torch.zeros(2 * intermediate_size)) if bias else None
+        self.weight = frozen(torch.empty(2 * intermediate_size, input_size))
+        self.bias = frozen(torch.zeros(2 * intermediate_size)) if bias else None
 
     def forward_native(self, x: Tensor) -> Tensor:
         self._check(x)

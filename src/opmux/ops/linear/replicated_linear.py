@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...core.cases import FLOATS, Case, Cost, Inputs, Tolerance
 from ...core.custom_op import CustomOp
+from ...core.parameters import frozen
 from ...core.requires import requires
 from . import kernels_cpu
 
@@ -54,8 +55,8 @@ class ReplicatedLinear(CustomOp):
         self.output_size = output_size
         self.skip_bias_add = skip_bias_add
         self.return_bias = return_bias
-        self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=params_dtype))
-        self.bias = nn.Parameter(torch.zeros(output_size, dtype=params_dtype)) if bias else None
+        self.weight = frozen(torch.empty(output_size, input_size, dtype=params_dtype))
+        self.bias = frozen(torch.zeros(output_size, dtype=params_dtype)) if bias else None
 
     def forward_native(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         self._check(x)

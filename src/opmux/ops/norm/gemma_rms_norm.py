@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...core.cases import FLOATS, Case, Cost, Inputs, Tolerance
 from ...core.custom_op import CustomOp
 from ...core.lazy import lazy_module
+from ...core.parameters import frozen
 from ...core.requires import requires
 from . import kernels_cpu
 from .rms_norm import norm_cases, norm_cost
@@ -43,7 +44,7 @@ class GemmaRMSNorm(CustomOp):
         self.hidden_size = hidden_size
         self.eps = float(eps)
         self.round_sum = round_sum
-        self.weight = nn.Parameter(torch.zeros(hidden_size))
+        self.weight = frozen(torch.zeros(hidden_size))
 
     def forward_native(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         self._check(x, residual)

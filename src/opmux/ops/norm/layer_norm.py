@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...core.cases import FLOATS, Case, Cost, Inputs, Tolerance
 from ...core.custom_op import CustomOp
 from ...core.numerics import wide
+from ...core.parameters import frozen
 from ...core.requires import requires
 from . import kernels_cpu
 
@@ -43,8 +44,8 @@ class LayerNorm(CustomOp):
         super().__init__(enforce_enable=enforce_enable)
         self.hidden_size = hidden_size
         self.eps = float(eps)
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=dtype)) if elementwise_affine else None
-        self.bias = nn.Parameter(torch.zeros(hidden_size, dtype=dtype)) if elementwise_affine and bias else None
+        self.weight = frozen(torch.ones(hidden_size, dtype=dtype)) if elementwise_affine else None
+        self.bias = frozen(torch.zeros(hidden_size, dtype=dtype)) if elementwise_affine and bias else None
 
     def forward_native(self, x: Tensor) -> Tensor:
         self._check(x)

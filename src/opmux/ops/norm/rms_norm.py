@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ...core.cases import FLOATS, Case, Cost, Inputs, Tolerance
 from ...core.custom_op import CustomOp
 from ...core.lazy import lazy_module
+from ...core.parameters import frozen
 from ...core.requires import requires
 from . import kernels_cpu
 
@@ -74,7 +75,7 @@ class RMSNorm(CustomOp):
         self.variance_size = hidden_size if var_hidden_size is None else var_hidden_size
         self.cast_first = cast_order == "cast_first"
         self.round_sum = round_sum
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=dtype)) if has_weight else None
+        self.weight = frozen(torch.ones(hidden_size, dtype=dtype)) if has_weight else None
 
     def forward_native(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         self._check(x, residual)

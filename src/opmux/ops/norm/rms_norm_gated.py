@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...core.cases import FLOATS, Case, Cost, Inputs, Tolerance
 from ...core.custom_op import CustomOp
 from ...core.numerics import wide
+from ...core.parameters import frozen
 from ...core.requires import requires
 from . import kernels_cpu
 
@@ -65,7 +66,7 @@ class RMSNormGated(CustomOp):
         self.eps = float(eps)
         self.norm_before_gate = norm_before_gate
         self.by_sigmoid = activation == "sigmoid"
-        self.weight = nn.Parameter(torch.ones(hidden_size, device=device, dtype=dtype))
+        self.weight = frozen(torch.ones(hidden_size, device=device, dtype=dtype))
         self.register_parameter("bias", None)
 
     def forward_native(self, x: Tensor, z: Tensor | None = None) -> Tensor:
