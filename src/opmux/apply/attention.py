@@ -8,8 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.config import current_config
 from ..core.custom_op import CustomOp
+from ..core.decide import NATIVE
 from ..ops.attention.attention import Attention
+from ..ops.attention.rotary_attention import RotaryAttention
 from ..ops.linear.replicated_linear import ReplicatedLinear
 from . import probe
 from .binding import Binding, bound, idle, parameter_names
@@ -52,6 +55,19 @@ class AttentionBinding(Binding):
         self._project(children, uses)
         scale = getattr(module, "scaling", None)
         cap = getattr(module, "attn_logit_softcapping", None)
+        # The two ops and the copies between them in one call, where both are enabled and it has a kernel.
+        self.step: RotaryAttention | None = None
+        if (
+            self.product is not None
+            and rope is not None
+            and norms is None
+            and _enabled("apply_rotary_emb", "attention")
+        ):
+            step = RotaryAttention(
+                self.heads, self.head_dim, scale, self.kv_heads, is_neox_style=rope.op.is_neox_style, soft_cap=cap
+            )
+            if step.decision(*self._one_token()).method != NATIVE:
+                self.step = step
         self.causal = Attention(
             self.heads, self.head_dim, scale, self.kv_heads, soft_cap=cap, enforce_enable=enforce_enable
         )
@@ -78,6 +94,16 @@ class AttentionBinding(Binding):
         # A norm over all heads at once needs q and k apart; a norm per head does not.
         self.whole_norm = self.norms is not None and self.norms[0].op.hidden_size != self.head_dim
 
+    def _one_token(self) -> tuple[Any, ...]:
+        """Arguments of a smallest call of ``step``."""
+        zeros, size = self.output.weight.detach().new_zeros, self.head_dim
+        cache = zeros(1, 1, self.kv_heads, size)
+        tables = zeros(1, size // 2)
+        return zeros(1, 1, (self.heads + 2 * self.kv_heads) * size), tables, tables, cache, cache, 0
+
+    def sample(self, op: CustomOp) -> tuple[Any, ...]:
+        return self._one_token() if op is self.step else super().sample(op)
+
     def ops(self) -> Iterator[tuple[str, CustomOp, str]]:
         names = _inputs(self.module._modules)
         if self.product is not None:
@@ -93,6 +119,8 @@ class AttentionBinding(Binding):
             yield "k_norm", self.norms[1].op, self.norms[1].hint
         if self.rope is not None:
             yield "", self.rope.op, ""
+        if self.step is not None:
+            yield "", self.step, "causal with a dynamic cache: rope, cache and attention in one"
         yield "", self.causal, "causal"
         yield "", self.masked, "with a mask"
         yield self.output_name, self.output, ""
@@ -114,6 +142,11 @@ class AttentionBinding(Binding):
         Returns: [B, S, H].
         """
         batch, length, _ = x.shape
+        if self.step is not None and aligned and mask is None and cache is not None:
+            layer = cache.layers[self.layer_idx]
+            if not layer.has_room(batch, length):
+                layer.make_room(*[x.new_empty(batch, self.kv_heads, length, self.head_dim)] * 2)
+            return self.output(self.step(self.product(x), cos, sin, *layer.take(length)))
         q, k, v = self._heads(x, batch, length, cos, sin)
         if aligned and cache is not None:
             k, v = cache.layers[self.layer_idx].append(k, v)
@@ -175,6 +208,11 @@ class AttentionBinding(Binding):
             or named.get("position_bias") is not None
             or not idle(self.module._forward_hooks)  # they may want the weights
         )
+
+
+def _enabled(*ops: str) -> bool:
+    config = current_config()
+    return all(config.is_custom_op_enabled(op) for op in ops)
 
 
 def looks_like_attention(module: Any) -> bool:

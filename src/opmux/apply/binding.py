@@ -60,6 +60,11 @@ class Binding:
         """(path below the module, op, note) for the report."""
         return iter(())
 
+    def sample(self, op: CustomOp) -> tuple[Any, ...]:
+        """Arguments with which to ask ``op`` for its decision: none where its own parameters say device and dtype."""
+        own = next(self.module.parameters(), None)
+        return () if own is None or next(op.parameters(), None) is not None else (own.detach(),)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError
 

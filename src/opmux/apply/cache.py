@@ -54,6 +54,26 @@ class GrowingLayer(DynamicLayer):
         keys, values = self.append(key_states.transpose(1, 2), value_states.transpose(1, 2))
         return keys.transpose(1, 2), values.transpose(1, 2)
 
+    def has_room(self, batch: int, count: int) -> bool:
+        """Whether the buffers take ``count`` more tokens as they are."""
+        keys, owned = self._keys, self._owned
+        return (
+            owned
+            and keys is not None
+            and self._length + count <= keys.shape[2]
+            and batch == keys.shape[0]
+            and (not keys.is_inference() or torch.is_inference_mode_enabled())
+        )
+
+    def take(self, count: int) -> tuple[Tensor, Tensor, int]:
+        """Add ``count`` tokens, for which there is room and which the caller writes.
+
+        Returns: keys and values [B, room, K, D], tokens before heads; the place of the first new token.
+        """
+        start = self._length
+        self._length = start + count
+        return *self._by_token, start
+
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """``update`` with tokens before heads, as attention reads them, and without gradients.
 
@@ -62,14 +82,13 @@ class GrowingLayer(DynamicLayer):
 
         Returns: [B, L, K, D] of all tokens, views of the buffers.
         """
-        start, count = self._length, key.shape[1]
-        end = start + count
-        if not self._fits(key, end):
-            self._grow(key.transpose(1, 2), value.transpose(1, 2), end)
-        keys, values = self._by_token
+        count = key.shape[1]
+        if not self.has_room(key.shape[0], count):
+            self.make_room(key.transpose(1, 2), value.transpose(1, 2))
+        keys, values, start = self.take(count)
         keys.narrow(1, start, count).copy_(key)
         values.narrow(1, start, count).copy_(value)
-        self._length = end
+        end = start + count
         return keys.narrow(1, 0, end), values.narrow(1, 0, end)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -81,17 +100,9 @@ class GrowingLayer(DynamicLayer):
     def _front(self, buffer: Tensor | None) -> Tensor | None:
         return buffer if buffer is None or buffer.dim() < 2 else buffer.narrow(-2, 0, self._length)
 
-    def _fits(self, like: Tensor, end: int) -> bool:
-        keys = self._keys
-        return (
-            self._owned
-            and keys is not None
-            and end <= keys.shape[2]
-            and like.shape[0] == keys.shape[0]
-            and (not keys.is_inference() or torch.is_inference_mode_enabled())
-        )
-
-    def _grow(self, key_states: Tensor, value_states: Tensor, end: int) -> None:
+    def make_room(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Larger buffers for the tokens so far and these new ones [B, K, S, D], which are not written."""
+        end = self._length + key_states.shape[2]
         room = max(end + end // 4, -(-(end + 1) // _STEP) * _STEP)
         old = self.keys, self.values
         length = self._length

@@ -7,8 +7,6 @@ import re
 from collections import Counter
 from typing import Any
 
-from torch import Tensor
-
 from ..core.custom_op import CustomOp
 
 _COLUMNS = ("module", "op", "class", "method", "reason")
@@ -35,14 +33,13 @@ class Report:
         self.compile = ""
         self._ops: list[tuple[str, CustomOp]] = []
 
-    def applied(self, path: str, op: CustomOp, note: str, like: Tensor | None) -> None:
+    def applied(self, path: str, op: CustomOp, note: str, sample: tuple[Any, ...]) -> None:
         """Record an op in place; method and reason come from the op's own decision.
 
         Args:
-            like: for ops without parameters, a tensor of the device and dtype of the calls to come.
+            sample: arguments of a call such as will come; none where the op's own parameters say device and dtype.
         """
-        alone = next(op.parameters(), None) is not None
-        decision = op.decision() if like is None or alone else op.decision(like.detach())
+        decision = op.decision(*sample)
         reason = "; ".join(part for part in (note, decision.why) if part)
         self.entries.append(
             {

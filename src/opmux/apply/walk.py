@@ -143,9 +143,8 @@ class _Walk:
     def _record(self, path: str, binding: Binding) -> None:
         if not list(binding.ops()):  # a layer or a stack, whose ops are those of the modules inside
             self.applied.report.whole.append(path)
-        like = next(binding.module.parameters(), None)
         for below, op, note in binding.ops():
-            self.applied.report.applied(".".join(part for part in (path, below) if part), op, note, like)
+            self.applied.report.applied(".".join(part for part in (path, below) if part), op, note, binding.sample(op))
 
     def _attention(self, module: Any, config: CompilationConfig, enforced: bool) -> Any:
         return attention.find_attention(module, self.uses, self.rotary, enforced)
