@@ -78,7 +78,8 @@ class RopeTable:
         if positions.shape[0] > 1:
             found = found.view(*positions.shape, -1)
         half = found.shape[-1] // 2
-        return found[..., :half], found[..., half:]
+        # Dense once, rather than in every layer; one row is dense as it is.
+        return found[..., :half].contiguous(), found[..., half:].contiguous()
 
     def _table(self, hidden: Tensor, end: int) -> Tensor:
         frequencies = self.module._buffers.get("inv_freq")

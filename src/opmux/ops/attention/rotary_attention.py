@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -117,16 +118,9 @@ class RotaryAttention(CustomOp):
 
     def _check(self, qkv: Tensor, cos: Tensor, keys: Tensor, values: Tensor, start: int) -> None:
         batches, tokens, width = qkv.shape
-        rows, room, *head = keys.shape[0], keys.shape[1], *keys.shape[2:]
-        if (
-            width != (self.heads + 2 * self.kv_heads) * self.head_size
-            or rows != batches
-            or head != [self.kv_heads, self.head_size]
-            or values.shape != keys.shape
-            or not 0 <= start <= room - tokens
-            or cos.shape[-2] != tokens
-            or (cos.dim() == 3 and cos.shape[0] != batches)
-            or 2 * cos.shape[-1] > self.head_size
+        sizes = (self.heads, self.kv_heads, self.head_size)
+        if not _fit(sizes, batches, tokens, width, cos.shape, keys.shape, values.shape) or not (
+            0 <= start <= keys.shape[1] - tokens
         ):
             raise ValueError(
                 f"rotary_attention was built for {self.heads} query and {self.kv_heads} key heads of size "
@@ -141,3 +135,17 @@ class RotaryAttention(CustomOp):
     def cases(cls) -> Iterator[Case]:
         """None: it mutates what it is given; ``apply_rotary_emb`` and ``attention`` have the cases of its parts."""
         return iter(())
+
+
+@lru_cache(maxsize=4096)
+def _fit(
+    sizes: tuple[int, int, int], batches: int, tokens: int, width: int,
+    table: torch.Size, keys: torch.Size, values: torch.Size,
+) -> bool:  # fmt: skip
+    heads, kv_heads, size = sizes
+    return (
+        width == (heads + 2 * kv_heads) * size
+        and keys == values == (batches, keys[1], kv_heads, size)
+        and 2 * table[-1] <= size
+        and tuple(table[:-1]) in ((tokens,), (batches, tokens))
+    )
