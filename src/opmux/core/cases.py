@@ -80,32 +80,39 @@ class Tolerance:
         fp32: for fp32, where the arithmetic's own error shows: it grows with the length of a sum.
         scale: a fraction of the reference's root mean square. A smaller value's error is measured in ulp of that scale: what
             cancelled to almost nothing has no digits left to compare.
+        inside: for fp32 outputs of an op that rounds to fp16 or bf16 on the way to them (the scales of a fused
+            quantization), in ulp of that dtype.
     """
 
     ulp: float
     fp32: float
     scale: float = 0.0
+    inside: float = 0.0
 
-    def bound(self, dtype: torch.dtype) -> float:
-        """The bound for an output of this dtype."""
-        return self.fp32 if dtype == torch.float32 else self.ulp
+    def bound(self, dtype: torch.dtype, inputs: torch.dtype | None = None) -> float:
+        """The bound for an output of ``dtype``, in ulp of it; ``inputs`` is the dtype that the op was given."""
+        if dtype != torch.float32:
+            return self.ulp
+        if inputs is None or inputs == torch.float32 or not self.inside:
+            return self.fp32
+        return self.inside * torch.finfo(inputs).eps / torch.finfo(dtype).eps
 
     def worst(self, out: Tensor, ref: Tensor) -> float:
         """The worst error in ulp. NaN and infinity must stand where they stand in ``ref``, or the error is infinite."""
         if out.shape != ref.shape:
             return float("inf")
-        if out.numel() == 0:
-            return 0.0
+        return float(self.errors(out, ref).max()) if out.numel() else 0.0
+
+    def errors(self, out: Tensor, ref: Tensor) -> Tensor:
+        """The error of every element in ulp, in float64; infinite where NaN or infinity stands on one side only."""
         ref, got = ref.double(), out.double()
         rounded = ref.to(out.dtype).double()  # the reference may overflow in the narrower dtype
         finite = torch.isfinite(rounded)
         same = torch.where(rounded.isnan(), got.isnan(), got == rounded)
-        if not bool(torch.where(finite, torch.isfinite(got), same).all()):
-            return float("inf")
-        ref, got = ref[finite], got[finite]
-        if ref.numel() == 0:
-            return 0.0
         info = torch.finfo(out.dtype)
-        floor = max(info.smallest_normal, self.scale * float(ref.square().mean().sqrt()))
-        unit = torch.exp2(torch.floor(torch.log2(ref.abs().clamp(min=floor)))) * info.eps
-        return float(((got - ref).abs() / unit).max())
+        known = ref.masked_fill(~finite, 0.0)
+        mean_square = float(known.square().sum() / finite.sum().clamp(min=1))
+        floor = max(info.smallest_normal, self.scale * mean_square**0.5)
+        unit = torch.exp2(torch.floor(torch.log2(known.abs().clamp(min=floor)))) * info.eps
+        errors = torch.where(finite, (got - ref).abs() / unit, torch.where(same, 0.0, float("inf")))
+        return torch.where(errors.isnan(), float("inf"), errors)  # NaN where the reference is finite
