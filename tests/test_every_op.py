@@ -64,9 +64,10 @@ def check(cls: type, out: Any, ref: list[Tensor], dtype: torch.dtype, what: str)
     got = tensors(out)
     assert len(got) == len(ref)
     for index, (a, b) in enumerate(zip(got, ref, strict=True)):
-        assert a.dtype == dtype
+        # What follows the inputs' dtype is float64 in the reference; fp8 values and fp32 scales stay what they are.
+        assert a.dtype == (dtype if b.dtype == torch.float64 else b.dtype)
         assert a.shape == b.shape
-        worst, bound = cls.tolerance.worst(a, b), cls.tolerance.bound(dtype)
+        worst, bound = cls.tolerance.worst(a, b), cls.tolerance.bound(a.dtype, dtype)
         assert worst <= bound, f"{what}, output {index}: {worst:.3g} ulp, the op allows {bound:g}"
 
 
@@ -99,7 +100,8 @@ def test_compiled_equals_eager(cls: type) -> None:
     compiled = torch.compile(op, fullgraph=True, dynamic=True, backend="aot_eager")
     with torch.no_grad():
         for a, b in zip(tensors(compiled(*args)), tensors(op(*args)), strict=True):
-            assert torch.equal(a, b)
+            assert a.shape == b.shape
+            assert torch.equal(bits(a), bits(b))
 
 
 @pytest.mark.parametrize("cls", [c for n, c in sorted(registry.op_registry.items()) if list(c.cases())], ids=lambda c: c.name)
@@ -112,7 +114,7 @@ def test_gradients_are_natives(cls: type) -> None:
     for p in op.parameters():
         leaves.append(p.requires_grad_())
     assert leaves or cls.name == "logits_processor"
-    grads = torch.autograd.grad(sum(t.sum() for t in tensors(op(*args))), leaves)
-    want = torch.autograd.grad(sum(t.sum() for t in tensors(op.forward_native(*args))), leaves)
+    grads = torch.autograd.grad(sum(t.float().sum() for t in tensors(op(*args))), leaves)
+    want = torch.autograd.grad(sum(t.float().sum() for t in tensors(op.forward_native(*args))), leaves)
     for a, b in zip(grads, want, strict=True):
         assert torch.equal(a, b)

@@ -36,7 +36,7 @@ class Guard:
     def empty_like(self, x: Tensor) -> Tensor:
         return self._allocate(x.shape, torch.empty_like(x, device="meta").stride(), x.dtype)
 
-    def empty(self, shape: Any, *, dtype: torch.dtype) -> Tensor:
+    def empty(self, shape: Any, *, dtype: torch.dtype, device: str) -> Tensor:
         return self._allocate(shape, torch.empty(shape, device="meta").stride(), dtype)
 
     def __getattr__(self, name: str) -> Any:
