@@ -28,21 +28,27 @@ if triton.knobs.runtime.interpret:
 
 HOPPER, MI300 = GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)
 KERNELS = {  # launcher, types of the pointers, constexprs, warps, stages
-    "norm": (norm._rms_norm_kernel, ["*bf16"] * 5, (1, 4096, True, True, True, False, False, False), 8, 2),
+    "norm": (norm._rms_norm_kernel, ["*bf16"] * 5, (1, 4096, True, True, True, False, False, False, "evict_first", ""), 8, 2),
+    "gated norm": (norm._gated_norm_kernel, ["*bf16"] * 4, (1, 4096, True, True, True, False), 8, 2),
+    "layer norm": (norm._layer_norm_kernel, ["*bf16"] * 4, (1, 4096, True, True, True), 8, 2),
     "wide norm": (norm._rms_norm_wide_kernel, ["*bf16"] * 5, (8192, True, True, False, False), 16, 2),
-    "silu_and_mul": (activation._gated_kernel, ["*bf16"] * 2, (1024, True, "silu", False, False), 4, 2),
-    "gelu_and_mul": (activation._gated_kernel, ["*bf16"] * 2, (1024, True, "gelu", True, True), 4, 2),
+    "silu_and_mul": (activation._gated_kernel, ["*bf16"] * 2, (1024, True, "silu", False, False, "", ".cs"), 4, 2),
+    "gelu_and_mul": (activation._gated_kernel, ["*bf16"] * 2, (1024, True, "gelu", True, True, "", ""), 4, 2),
     "relu2": (activation._elementwise_kernel, ["*bf16"] * 2, (1024, True, "relu2"), 4, 2),
     "xielu": (activation._xielu_kernel, ["*bf16"] * 6, (1024, True), 4, 2),
     "swigluoai": (activation._swigluoai_kernel, ["*bf16"] * 2, (1024,), 4, 2),
     "sparse gelu": (activation._sparse_kernel, ["*bf16"] * 2, (4096, "gelu_tanh"), 8, 2),
     "rotary": (
-        rope._rotary_kernel, [*["*bf16"] * 4, "*fp32", "*fp32", "*i64"],
-        (32, 8, 1, 32, 8, 128, 128, 64, 1, True, True, False), 4, 2,
+        rope._rotary_kernel, [*["*bf16"] * 4, *["*fp32"] * 4, "*i64"],
+        (32, 8, 1, 32, 8, 128, 128, 64, 1, True, True, False, False), 4, 2,
+    ),
+    "normed rotary": (
+        rope._rotary_kernel, [*["*bf16"] * 4, *["*fp32"] * 2, *["*bf16"] * 2, "*i64"],
+        (32, 8, 1, 32, 8, 128, 128, 64, 1, True, True, False, True), 4, 2,
     ),
     "embedding": (embedding._embedding_kernel, ["*bf16", "*bf16", "*i64"], (4096, True), 8, 2),
-    "logits": (logits._softcap_scale_kernel, ["*bf16"] * 2, (2048, True, False), 4, 2),
-    "linear": (linear._few_rows_kernel, ["*bf16"] * 4, (4, 2048, True, True, False, "ieee"), 4, 3),
+    "logits": (logits._softcap_scale_kernel, ["*bf16"] * 2, (2048, True, True, False, False), 4, 2),
+    "linear": (linear._one_row_kernel, ["*bf16"] * 4, (4, 2048, True, False), 4, 3),
     "decode": (
         attention._attention_kernel, [*["*bf16"] * 3, "*fp32", "*bf16", "*fp32"],
         (4, 16, 64, True, 128, 128, 128, 128, True, False, False, 0, "ieee", 8), 4, 3,
@@ -144,12 +150,15 @@ def test_a_launch_goes_to_the_tensors_device_and_its_stream(monkeypatch):
 
     launcher = kernel(loose=["ids_ptr"], multiples=["x_stride"])(_kernel)
     for device, aligned in ((0, True), (1, True), (1, False)):
-        key = (device, aligned, 4, 2, (64,), torch.float32, torch.float32)
-        launcher._compiled[key] = (lambda *a: calls.append(a), f"function {device}{aligned}", "metadata", None)
-    launcher((3, 1, 1), (FakeTensor(32), FakeTensor(40)), (16, 5), (64,))
-    assert calls.pop() == (3, 1, 1, 70, "function 0True", "metadata", None, None, None, 32, 40, 16, 5, 64)
-    launcher((3, 1, 1), (FakeTensor(32, 1), FakeTensor(40, 1)), (16, 5), (64,))  # ids may lie anywhere
+        key = (device, aligned, (64,), 4, 2, torch.float32, torch.float32)
+        launcher.compiled[key] = (lambda *a: calls.append(a), f"function {device}{aligned}", "metadata", None)
+    launch = launcher.prepare((3, 1, 1), (16, 5), (64,))
+    launch(FakeTensor(32), FakeTensor(40))
+    assert calls == [(3, 1, 1, 70, "function 0True", "metadata", None, None, None, 32, 40, 16, 5, 64)]
+    launch(FakeTensor(32), FakeTensor(40))
+    assert calls[0] == calls.pop()  # the second call takes the short way
+    launch(FakeTensor(32, 1), FakeTensor(40, 1))  # ids may lie anywhere
     assert calls.pop()[3:5] == (71, "function 1True")
-    launcher((3, 1, 1), (FakeTensor(32, 1), FakeTensor(40, 1)), (17, 5), (64,))
+    launcher.prepare((3, 1, 1), (17, 5), (64,))(FakeTensor(32, 1), FakeTensor(40, 1))
     assert calls.pop()[3:5] == (71, "function 1False")
     assert current == [0]

@@ -46,10 +46,14 @@ def guarded_outputs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             inner.fill_(float("nan"))
         return inner.view(size)
 
+    def empty_like(x: Tensor, **kwargs: Any) -> Tensor:
+        return empty(*x.shape, dtype=x.dtype)
+
     def new_empty(self: Tensor, *shape: Any, **kwargs: Any) -> Tensor:
         return empty(*shape, dtype=kwargs.get("dtype", self.dtype))
 
     monkeypatch.setattr(torch, "empty", empty)
+    monkeypatch.setattr(torch, "empty_like", empty_like)
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
     yield
     for buffer, count in buffers:

@@ -1,4 +1,4 @@
-"""Gated activation, embedding gather, cap and scale of logits, few-row linear."""
+"""Gated activation, embedding gather, cap and scale of logits, one-row linear."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from opmux.ops.activation.kernels_triton import silu_and_mul_triton
 from opmux.ops.embedding.kernels_triton import embedding_triton
-from opmux.ops.linear.kernels_triton import linear_triton
+from opmux.ops.linear.kernels_triton import linear_one_row_triton
 from opmux.ops.logits.kernels_triton import softcap_scale_triton
 
 
@@ -83,16 +83,15 @@ def test_cap_is_exact_for_small_and_large_values(close):
     assert torch.allclose(got, torch.tanh(x.double()).float(), rtol=2e-6, atol=0.0)
 
 
-@pytest.mark.parametrize(("rows", "n_in", "n_out"), [(1, 7, 5), (1, 4097, 3), (3, 65, 33), (16, 300, 20), (0, 4, 3)])
-def test_linear_on_few_rows(rows, n_in, n_out, close):
-    x, weight, bias = (
-        torch.randn(rows, n_in + 1).half()[:, 1:],
-        torch.randn(n_out, n_in).half(),
-        torch.randn(n_out).half(),
-    )
-    close(linear_triton(x, weight, bias), x.double() @ weight.double().T + bias.double())
+@pytest.mark.parametrize("shape", [(1,), (), (1, 1)])
+@pytest.mark.parametrize(("n_in", "n_out"), [(7, 5), (4097, 3), (2048, 8), (3, 0), (0, 2)])
+def test_linear_on_one_row(n_in, n_out, shape, close):
+    x, weight, bias = torch.randn(*shape, n_in).half(), torch.randn(n_out, n_in + 1).half(), torch.randn(n_out).half()
+    weight = weight[:, 1:]
+    close(linear_one_row_triton(x, weight, bias), x.double() @ weight.double().T + bias.double())
+    close(linear_one_row_triton(x, weight, None), x.double() @ weight.double().T)
 
 
-def test_linear_refuses_many_rows():
-    with pytest.raises(ValueError, match="up to 16 rows"):
-        linear_triton(torch.randn(17, 4), torch.randn(3, 4), None)
+def test_linear_refuses_more_rows():
+    with pytest.raises(ValueError, match="takes one row"):
+        linear_one_row_triton(torch.randn(2, 4), torch.randn(3, 4), None)

@@ -4,7 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from opmux.ops.norm.kernels_triton import add_rms_norm_triton, rms_norm_triton, tile
+from opmux.ops.norm.kernels_triton import (
+    add_rms_norm_triton,
+    layer_norm_triton,
+    rms_norm_gated_triton,
+    rms_norm_triton,
+    tile,
+)
 from opmux.ops.norm.rms_norm import RMSNorm
 
 EPS = 1e-6
@@ -79,6 +85,41 @@ def test_the_definition_to_one_unit(cast_order, round_sum):
 
 @pytest.mark.parametrize("width", [1, 64, 128, 4096, 8192, 32768])
 def test_tiles_hold_whole_rows(width):
-    rows, block, warps = tile(width)
-    assert block >= width
-    assert rows * block >= warps * 32
+    cut = tile(width)
+    assert cut.block >= width
+    assert cut.rows * cut.block >= cut.warps * 32
+
+
+@pytest.mark.parametrize(("width", "group"), [(1, 1), (6, 3), (64, 16), (65, 65), (4096, 4096)])
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("by_sigmoid", [True, False])
+def test_gate_and_groups(width, group, norm_first, by_sigmoid, dtype, close):
+    x, z = torch.randn(3, width + 1).to(dtype)[:, 1:], torch.randn(3, width).to(dtype)
+    weight = torch.randn(width)
+    gate = torch.sigmoid(z.double()) * (1 if by_sigmoid else z.double())
+
+    def normed(v: Tensor) -> Tensor:
+        groups = v.double().unflatten(-1, (-1, group))
+        return (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + EPS)).flatten(-2) * weight.double()
+
+    want = normed(x) * gate if norm_first else normed(x * gate)
+    close(rms_norm_gated_triton(x, z, weight, EPS, group, norm_first, by_sigmoid), want)
+    close(rms_norm_gated_triton(x, None, weight, EPS, group, norm_first, by_sigmoid), normed(x))
+
+
+@pytest.mark.parametrize("width", [1, 3, 65, 4096, 32769])
+@pytest.mark.parametrize("affine", [True, False])
+def test_layer_norm(width, affine, dtype, close):
+    x = torch.randn(3, width + 1).to(dtype)[:, 1:]
+    weight, bias = (torch.randn(width), torch.randn(width).half()) if affine else (None, None)
+    want = torch.nn.functional.layer_norm(
+        x.double(), (width,), weight if weight is None else weight.double(), bias if bias is None else bias.double(),
+        EPS,
+    )  # fmt: skip
+    close(layer_norm_triton(x, weight, bias, EPS), want)
+
+
+def test_layer_norm_of_a_large_mean():
+    x = torch.randn(2, 512) + 1e4
+    want = torch.nn.functional.layer_norm(x.double(), (512,), eps=EPS)
+    assert float((layer_norm_triton(x, None, None, EPS) - want).abs().max()) < 1e-3

@@ -1,10 +1,10 @@
 """Launches Triton kernels with little host work.
 
 ``kernel[grid](...)`` binds, types and specialises every argument at each call: 14 us for a small kernel, twice what a
-C++ op takes in all. Here a launch after the first is a look-up by device, dtypes and constexprs, and one call of
-Triton's C launcher. For that to be right the compiled code may depend on nothing else, so each kernel is compiled in
-two variants: one that assumes that every vector pointer and every stride is a multiple of 16 (wide loads), one that
-assumes nothing.
+C++ op takes in all. Here everything that follows from shapes and dtypes is worked out once and kept as a ``Launch``
+(the ops' cached ``_plan`` functions); a call then reads addresses and calls Triton's C launcher. For that to be right
+the compiled code may depend on nothing else, so each kernel is compiled in two variants: one that assumes that every
+vector pointer and every stride is a multiple of 16 (wide loads), one that assumes nothing.
 
 The direct call uses ``CompiledKernel.run``, ``function`` and ``packed_metadata``, which Triton does not document (alike
 in 3.6 and 3.9). Where they are missing, in the interpreter, on ROCm and on XPU, every launch goes through
@@ -14,6 +14,7 @@ see all.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,6 +27,7 @@ from ..core.errors import HardwareMissingError
 
 _DIRECT = ("run", "function", "packed_metadata")
 _cuda = torch.version.cuda is not None and hasattr(torch._C, "_cuda_getCurrentRawStream")
+plan = functools.lru_cache(maxsize=8192)  # of launches, by the shapes, strides and dtypes of a call
 
 if _cuda:
     _current_device = torch._C._cuda_getDevice
@@ -37,18 +39,18 @@ class Launcher:
 
     The kernel's parameters are, in this order: vector pointers, loose pointers (read an element at a time, so their
     alignment does not matter), multiples (row strides and widths), other scalars, constexprs. Every scalar is typed by
-    annotation.
+    annotation. fp8 tensors come as bytes.
     """
 
-    __slots__ = ("_compiled", "_multiples", "_vectors", "aligned", "any_alignment")
+    __slots__ = ("aligned", "any_alignment", "compiled", "multiples", "vectors")
 
     def __init__(self, function: Callable[..., Any], loose: Sequence[str], multiples: Sequence[str]) -> None:
         names = list(inspect.signature(function).parameters)
         pointers = [name for name in names if name.endswith("_ptr")]
         scalars = [name for name in names if name not in pointers and not name.isupper()]
-        self._vectors = len(pointers) - len(loose)
-        self._multiples = len(multiples)
-        if pointers[self._vectors :] != list(loose) or scalars[: len(multiples)] != list(multiples):
+        self.vectors = len(pointers) - len(loose)
+        self.multiples = len(multiples)
+        if pointers[self.vectors :] != list(loose) or scalars[: len(multiples)] != list(multiples):
             raise TypeError(f"{function.__name__}: the parameters are not in the order that Launcher documents")
         never = [*loose, *scalars[len(multiples) :]]
         self.aligned = triton.jit(do_not_specialize=never, do_not_specialize_on_alignment=never)(function)
@@ -56,47 +58,77 @@ class Launcher:
         self.any_alignment = triton.jit(do_not_specialize=everything, do_not_specialize_on_alignment=everything)(
             function
         )
-        self._compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+        self.compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
-    def __call__(
+    def prepare(
         self,
         grid: tuple[int, int, int],
-        tensors: Sequence[Tensor],
         scalars: tuple[int | float, ...],
         constants: tuple[Any, ...],
         num_warps: int = 4,
         num_stages: int = 2,
+    ) -> Launch:
+        """A launch of this grid with these scalars. It is for tensors of the dtypes of its first call only."""
+        return Launch(self, grid, scalars, constants, num_warps, num_stages)
+
+
+class Launch:
+    """One kernel with everything but its tensors. Call it with them, in the order of the kernel's pointers."""
+
+    __slots__ = ("_bits", "_constants", "_grid", "_launcher", "_options", "_ready", "_scalars", "_tail", "_vectors")
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        grid: tuple[int, int, int],
+        scalars: tuple[int | float, ...],
+        constants: tuple[Any, ...],
+        num_warps: int,
+        num_stages: int,
     ) -> None:
+        self._launcher, self._grid, self._scalars, self._constants = launcher, grid, scalars, constants
+        self._options = {"num_warps": num_warps, "num_stages": num_stages}
+        self._vectors = launcher.vectors
+        self._bits = 0
+        for value in scalars[: launcher.multiples]:
+            self._bits |= value  # type: ignore[operator]
+        self._tail = (*scalars, *constants)
+        self._ready: dict[tuple[int, bool], tuple[Any, ...]] = {}
+
+    def __call__(self, *tensors: Tensor) -> None:
         """Launch on the tensors' device and its current stream, whatever the current device is."""
         device = tensors[0].get_device()
         pointers = [tensor.data_ptr() for tensor in tensors]
-        bits = 0
+        bits = self._bits
         for pointer in pointers[: self._vectors]:
             bits |= pointer
-        for value in scalars[: self._multiples]:
-            bits |= value  # type: ignore[operator]
-        aligned = not bits & 15
-        key = (device, aligned, num_warps, num_stages, constants, *[tensor.dtype for tensor in tensors])
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            self._launch_through_triton(key, grid, tensors, scalars, constants)
+        ready = self._ready.get((device, not bits & 15))
+        if ready is None:
+            self._first(tensors, device, not bits & 15)
         elif device == _current_device():
-            run, function, metadata, _ = compiled
-            run(*grid, _raw_stream(device), function, metadata, None, None, None, *pointers, *scalars, *constants)
+            run, grid_x, grid_y, grid_z, function, metadata, _ = ready
+            run(
+                grid_x, grid_y, grid_z, _raw_stream(device), function, metadata, None, None, None,
+                *pointers, *self._tail,
+            )  # fmt: skip
         else:
             with torch.cuda.device(device):
-                self(grid, tensors, scalars, constants, num_warps, num_stages)
+                self(*tensors)
 
-    def _launch_through_triton(
-        self,
-        key: tuple[Any, ...],
-        grid: tuple[int, int, int],
-        tensors: Sequence[Tensor],
-        scalars: tuple[int | float, ...],
-        constants: tuple[Any, ...],
-    ) -> None:
-        _, aligned, num_warps, num_stages = key[:4]
-        variant = self.aligned if aligned else self.any_alignment
+    def _first(self, tensors: tuple[Tensor, ...], device: int, aligned: bool) -> None:
+        """The first call on a device: take the code that another launch had compiled, or launch through Triton."""
+        key = (device, aligned, self._constants, *self._options.values(), *[tensor.dtype for tensor in tensors])
+        compiled = self._launcher.compiled.get(key)
+        if compiled is None:
+            self._launch_through_triton(key, tensors, aligned)
+            return
+        run, function, metadata, kept = compiled
+        self._ready[device, aligned] = (run, *self._grid, function, metadata, kept)
+        self(*tensors)
+
+    def _launch_through_triton(self, key: tuple[Any, ...], tensors: tuple[Tensor, ...], aligned: bool) -> None:
+        variant = self._launcher.aligned if aligned else self._launcher.any_alignment
+        arguments = (*[_without_fp8(tensor) for tensor in tensors], *self._tail)
         where = tensors[0].device
         if where.type == "cpu":
             if isinstance(variant, triton.runtime.JITFunction):
@@ -105,13 +137,13 @@ class Launcher:
                     "ROCm and XPU devices. Move the tensors there, or call the op itself (it picks a method for its "
                     "tensors' device), or set TRITON_INTERPRET=1 before Triton is imported to interpret it."
                 )
-            variant[grid](*tensors, *scalars, *constants, num_warps=num_warps, num_stages=num_stages)
+            variant[self._grid](*arguments, **self._options)
             return
         with torch.get_device_module(where).device(where):
-            compiled = variant[grid](*tensors, *scalars, *constants, num_warps=num_warps, num_stages=num_stages)
+            compiled = variant[self._grid](*arguments, **self._options)
         if _cuda and where.type == "cuda" and all(hasattr(compiled, name) for name in _DIRECT):
             # The kernel object is kept beside its parts: it unloads its code when it is freed.
-            self._compiled[key] = (*(getattr(compiled, name) for name in _DIRECT), compiled)
+            self._launcher.compiled[key] = (*(getattr(compiled, name) for name in _DIRECT), compiled)
 
 
 def kernel(*, loose: Sequence[str] = (), multiples: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Launcher]:
@@ -120,6 +152,28 @@ def kernel(*, loose: Sequence[str] = (), multiples: Sequence[str] = ()) -> Calla
     Names tell the kinds apart: pointers end in ``_ptr``, constexprs are upper case.
     """
     return lambda function: Launcher(function, loose, multiples)
+
+
+def new_like(x: Tensor) -> Tensor:
+    """A new contiguous tensor of x's shape and dtype. ``empty_like`` takes half the time of ``empty``."""
+    return torch.empty_like(x) if x.is_contiguous() else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def new(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A new contiguous tensor; as ``torch.empty`` in half the time."""
+    return torch.empty_like(_template(shape, dtype, device))
+
+
+@functools.lru_cache(maxsize=8192)
+def _template(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of that shape without memory of its own: one element, expanded."""
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.empty((), dtype=dtype, device=device).expand(shape)
+
+
+def _without_fp8(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point else tensor
 
 
 def next_power_of_2(n: int) -> int:

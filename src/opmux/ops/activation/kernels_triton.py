@@ -9,20 +9,36 @@ from torch import Tensor
 
 from ...core.torch_library import opaque
 from ...native.layout import as_rows
-from ...native.triton_launch import kernel, next_power_of_2
+from ...native.triton_launch import Launch, Launcher, kernel, new, new_like, next_power_of_2, plan
 
 
 @triton.jit
-def _activate(x, threshold, KIND: tl.constexpr):
+def _times_sigmoid(x, u, PRECISE: tl.constexpr):
+    """x * sigmoid(u), to about two units in the last place of fp32 where PRECISE; else as fast as 16 bits allow."""
+    if PRECISE:
+        # exp2 of the rounded product loses a unit for every factor e of the result; what the rounding lost is put back.
+        t = -1.4426950408889634 * u
+        lost = tl.fma(-1.4426950216293335, u, -t) - 1.9259629911266175e-08 * u
+        e = tl.exp2(t)
+        # Past that e is 0 or infinite, and what was lost may be no number.
+        e = tl.where(tl.abs(t) < 128.0, e + e * (0.6931471805599453 * lost), e)
+        return tl.div_rn(x, 1.0 + e)
+    else:
+        return x / (1.0 + tl.exp(-u))
+
+
+@triton.jit
+def activate(x, threshold, KIND: tl.constexpr, PRECISE: tl.constexpr):
+    """The activation of fp32 x; PRECISE where the result stays fp32."""
     if KIND == "silu":
-        y = x / (1.0 + tl.exp(-x))
+        y = _times_sigmoid(x, x, PRECISE)
     elif KIND == "quick_gelu":
-        y = x / (1.0 + tl.exp(-1.702 * x))
+        y = _times_sigmoid(x, 1.702 * x, PRECISE)
     elif KIND == "gelu":
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     elif KIND == "gelu_tanh":
         # (1 + tanh(u)) / 2 is the sigmoid of 2 u, which neither overflows nor cancels in the tail.
-        y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
+        y = _times_sigmoid(x, 1.5957691216057308 * (x + 0.044715 * x * x * x), PRECISE)
     elif KIND == "fatrelu":
         y = tl.where(x <= threshold, 0.0, x)  # false for NaN, which stays
     else:
@@ -35,18 +51,19 @@ def _activate(x, threshold, KIND: tl.constexpr):
 def _gated_kernel(
     x_ptr, y_ptr, x_stride: tl.int64, width: tl.int64, blocks_per_row: tl.int32, threshold: tl.float32,
     BLOCK: tl.constexpr, EVEN: tl.constexpr, KIND: tl.constexpr, ROUND_GATE: tl.constexpr, GATE_SECOND: tl.constexpr,
+    HINT: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     row = (program // blocks_per_row).to(tl.int64)
     cols = (program % blocks_per_row) * BLOCK + tl.arange(0, BLOCK)
     mask = None if EVEN else cols < width
-    first = tl.load(x_ptr + row * x_stride + cols, mask=mask, eviction_policy="evict_first").to(tl.float32)
-    second = tl.load(x_ptr + row * x_stride + width + cols, mask=mask, eviction_policy="evict_first").to(tl.float32)
-    gate = _activate(second if GATE_SECOND else first, threshold, KIND)
+    first = tl.load(x_ptr + row * x_stride + cols, mask=mask, eviction_policy=HINT).to(tl.float32)
+    second = tl.load(x_ptr + row * x_stride + width + cols, mask=mask, eviction_policy=HINT).to(tl.float32)
+    gate = activate(second if GATE_SECOND else first, threshold, KIND, y_ptr.dtype.element_ty == tl.float32)
     if ROUND_GATE:
         gate = gate.to(y_ptr.dtype.element_ty).to(tl.float32)
     y = gate * (first if GATE_SECOND else second)
-    tl.store(y_ptr + row * width + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + row * width + cols, y.to(y_ptr.dtype.element_ty), mask=mask, cache_modifier=STORE)
 
 
 @kernel(multiples=("x_stride", "width"))
@@ -59,7 +76,8 @@ def _elementwise_kernel(
     cols = (program % blocks_per_row) * BLOCK + tl.arange(0, BLOCK)
     mask = None if EVEN else cols < width
     x = tl.load(x_ptr + row * x_stride + cols, mask=mask, eviction_policy="evict_first").to(tl.float32)
-    tl.store(y_ptr + row * width + cols, _activate(x, 0.0, KIND).to(y_ptr.dtype.element_ty), mask=mask)
+    y = activate(x, 0.0, KIND, y_ptr.dtype.element_ty == tl.float32)
+    tl.store(y_ptr + row * width + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -130,43 +148,66 @@ def _sparse_kernel(
         mask = cols < width
         gate = tl.load(x_ptr + cols, mask=mask, other=0.0).to(tl.float32) - cutoff
         up = tl.load(x_ptr + width + cols, mask=mask, other=0.0).to(tl.float32)
-        y = _activate(tl.where(gate <= 0.0, 0.0, gate), 0.0, KIND) * up
+        y = activate(tl.where(gate <= 0.0, 0.0, gate), 0.0, KIND, y_ptr.dtype.element_ty == tl.float32) * up
         tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def tile(width: int, n_rows: int) -> tuple[int, int]:
-    """``(block, warps)`` for rows of which ``width`` elements are written."""
+def tile(width: int, n_rows: int) -> tuple[int, int, str, str]:
+    """``(block, warps, eviction policy of the loads, cache modifier of the store)``, ``width`` elements a row."""
     block = min(1024, next_power_of_2(width))
     if n_rows * width <= 64 * 1024:  # few elements: spread them over more processors
         block = min(block, 512)
-    return block, 4 if block >= 512 else 1
+    return block, 4 if block >= 512 else 1, "evict_first", ""
+
+
+@plan
+def _plan(
+    function: Launcher,
+    n_rows: int,
+    width: int,
+    x_stride: int,
+    dtypes: tuple[torch.dtype, ...],
+    scalars: tuple[float, ...] = (),
+    constants: tuple[object, ...] = (),
+    config: tuple[int, int, str, str] | None = None,
+) -> Launch:
+    """Blocks of rows of which ``width`` elements are written."""
+    block, warps, hint, store = config or tile(width, n_rows)
+    per_row = -(-width // block)
+    sizes = (block,) if function is _swigluoai_kernel else (block, width % block == 0)
+    hints = (hint, store) if function is _gated_kernel else ()
+    grid = (n_rows * per_row, 1, 1)
+    return function.prepare(grid, (x_stride, width, per_row, *scalars), (*sizes, *constants, *hints), warps)
 
 
 def launch(
-    x: Tensor, kind: str, threshold: float, round_gate: bool, gate_second: bool, config: tuple[int, int] | None = None
+    x: Tensor,
+    kind: str,
+    threshold: float,
+    round_gate: bool,
+    gate_second: bool,
+    config: tuple[int, int, str, str] | None = None,
 ) -> Tensor:
-    """``act_and_mul_triton`` with a block and a number of warps other than ``tile``'s."""
+    """``act_and_mul_triton`` with a tile other than ``tile``'s."""
     y, x, n_rows, width, x_stride = _rows_and_half(x)
-    if n_rows == 0:
-        return y
-    block, warps = config or tile(width, n_rows)
-    per_row = -(-width // block)
-    constants = (block, width % block == 0, kind, round_gate, gate_second)
-    _gated_kernel((n_rows * per_row, 1, 1), (x, y), (x_stride, width, per_row, threshold), constants, warps)
+    if n_rows:
+        constants = (kind, round_gate, gate_second)
+        _plan(_gated_kernel, n_rows, width, x_stride, (x.dtype,), (threshold,), constants, config)(x, y)
     return y
 
 
 def _rows_and_half(x: Tensor) -> tuple[Tensor, Tensor, int, int, int]:
     """(output [..., d], x as rows, their number, d, their stride) for x [..., 2d]."""
-    width = x.shape[-1] // 2
-    y = torch.empty((*x.shape[:-1], width), dtype=x.dtype, device=x.device)
+    shape = x.shape
+    width = shape[-1] // 2
+    y = new((*shape[:-1], width), x.dtype, x.device)
     x, n_rows, _, x_stride = as_rows(x)
     return y, x, n_rows, width, x_stride
 
 
 def _rows_and_whole(x: Tensor) -> tuple[Tensor, Tensor, int, int, int]:
     """(output like x, x as rows, their number, their width, their stride); one row where x is dense."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = new_like(x)
     if x.is_contiguous() and x.numel() < 2**31:
         return y, x, min(1, x.numel()), x.numel(), x.numel()
     x, n_rows, width, x_stride = as_rows(x)
@@ -203,12 +244,8 @@ def act_and_mul_triton(x: Tensor, kind: str, threshold: float, round_gate: bool,
 def activation_triton(x: Tensor, kind: str, parameters: list[float]) -> Tensor:
     """gelu_tanh, quick_gelu or relu2 of every element; fp32, rounded once. None of them has ``parameters``."""
     y, x, n_rows, width, x_stride = _rows_and_whole(x)
-    if n_rows == 0:
-        return y
-    block, warps = tile(width, n_rows)
-    per_row = -(-width // block)
-    constants = (block, width % block == 0, kind)
-    _elementwise_kernel((n_rows * per_row, 1, 1), (x, y), (x_stride, width, per_row), constants, warps)
+    if n_rows:
+        _plan(_elementwise_kernel, n_rows, width, x_stride, (x.dtype,), (), (kind,))(x, y)
     return y
 
 
@@ -217,12 +254,9 @@ def xielu_triton(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps:
     """xIELU of every element; fp32, rounded once. The parameters are scalars in tensors on x's device, which are not
     waited for; the slopes are stored as inverse softplus."""
     y, x, n_rows, width, x_stride = _rows_and_whole(x)
-    if n_rows == 0:
-        return y
-    block, warps = tile(width, n_rows)
-    per_row = -(-width // block)
-    tensors = (x, y, alpha_p, alpha_n, beta, eps)
-    _xielu_kernel((n_rows * per_row, 1, 1), tensors, (x_stride, width, per_row), (block, width % block == 0), warps)
+    if n_rows:
+        dtypes = (x.dtype, alpha_p.dtype, alpha_n.dtype, beta.dtype, eps.dtype)
+        _plan(_xielu_kernel, n_rows, width, x_stride, dtypes)(x, y, alpha_p, alpha_n, beta, eps)
     return y
 
 
@@ -234,12 +268,17 @@ def swigluoai_and_mul_triton(x: Tensor, alpha: float, limit: float) -> Tensor:
     fp32, rounded once -> [..., d].
     """
     y, x, n_rows, width, x_stride = _rows_and_half(x)
-    if n_rows == 0:
-        return y
-    block, warps = tile(width, n_rows)
-    per_row = -(-width // block)
-    _swigluoai_kernel((n_rows * per_row, 1, 1), (x, y), (x_stride, width, per_row, alpha, limit), (block,), warps)
+    if n_rows:
+        _plan(_swigluoai_kernel, n_rows, width, x_stride, (x.dtype,), (alpha, limit))(x, y)
     return y
+
+
+@plan
+def _sparse_plan(
+    n_rows: int, width: int, x_stride: int, dtype: torch.dtype, multiplier: float, by_tanh: bool
+) -> Launch:
+    constants = (min(4096, next_power_of_2(width)), "gelu_tanh" if by_tanh else "gelu")
+    return _sparse_kernel.prepare((n_rows, 1, 1), (x_stride, width, multiplier), constants, 8)
 
 
 @opaque(fake=_half)
@@ -249,8 +288,6 @@ def gelu_and_mul_sparse_triton(x: Tensor, multiplier: float, by_tanh: bool) -> T
     fp32, rounded once; x [..., 2d] -> [..., d].
     """
     y, x, n_rows, width, x_stride = _rows_and_half(x)
-    if n_rows == 0:
-        return y
-    constants = (min(4096, next_power_of_2(width)), "gelu_tanh" if by_tanh else "gelu")
-    _sparse_kernel((n_rows, 1, 1), (x, y), (x_stride, width, multiplier), constants, 8)
+    if n_rows:
+        _sparse_plan(n_rows, width, x_stride, x.dtype, multiplier, by_tanh)(x, y)
     return y

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.torch_library import opaque
-from ...native.triton_launch import kernel, next_power_of_2
+from ...native.triton_launch import Launch, kernel, new, next_power_of_2, plan
 from ..logits.kernels_triton import tanh
 
 _MOST_SPLITS = 128
@@ -243,6 +243,8 @@ def tile(q: Tensor, k: Tensor, v: Tensor, window: int, changes_scores: bool) -> 
         seen = min(n_keys, window + n_tokens) if window else n_keys
         most = -(-seen // (2 * block_n))
         splits = max(1, min(_MOST_SPLITS, most, -(-2 * _processors(q.device) // (batch * key_heads))))
+        if not wide and batch * key_heads >= _processors(q.device):
+            splits = 1  # the heads alone fill the chip
         return Tile(sharing, block_m, block_n, splits, 4, 2 if wide else 3)
     if wide:
         return Tile(1, 32 if width > 128 else 64, 32, 1, 4, 2)
@@ -250,7 +252,57 @@ def tile(q: Tensor, k: Tensor, v: Tensor, window: int, changes_scores: bool) -> 
         return Tile(1, 64 if width > 128 else 128, 32, 1, 8, 2)
     if width <= 64:
         return Tile(1, 128, 64, 1, 4, 3)
-    return Tile(1, 128, 64, 1, 8, 3 if width <= 128 else 2)
+    return Tile(1, 128, 128, 1, 8, 3) if width <= 128 else Tile(1, 128, 64, 1, 8, 2)
+
+
+class _Plan(NamedTuple):
+    """The launches of one call, and the shapes of what they write. Without ``merge`` the keys are not split."""
+
+    attend: Launch
+    merge: Launch | None
+    out: tuple[int, ...]
+    parts: tuple[int, ...]
+    log_sums: tuple[int, ...]
+
+
+@plan
+def _plan(
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    mask_strides: tuple[int, ...],
+    mask_kind: int,
+    dtypes: tuple[torch.dtype, ...],
+    scale: float,
+    causal: bool,
+    window: int,
+    soft_cap: float,
+    precision: str,
+    cut: Tile,
+) -> _Plan:
+    """``sizes``: B, S, N, D, L, K, Dv. ``strides``: batch, token and head, of q, k and v."""
+    batch, n_tokens, n_heads, head_size, n_keys, key_heads, width = sizes
+    group, block_m, block_n, splits, warps, stages = cut
+    n_tiles = -(-n_tokens * group // block_m)
+    out = (batch, n_tokens, n_heads, width)
+    split_stride = batch * n_tokens * n_heads * width if splits > 1 else 0
+    strides = (*strides, n_tokens * n_heads * width, n_heads * width, width, split_stride)
+    unit = 1 if any(step % 8 for step in strides) else 8
+    scalars = (
+        *(step // unit for step in strides), *mask_strides,
+        n_tokens, n_keys, n_heads, n_heads // key_heads, n_tiles, splits, window, scale, soft_cap,
+    )  # fmt: skip
+    block_dv = max(16, next_power_of_2(width))
+    constants = (
+        group, block_m, block_n, splits > 1, head_size, width, max(16, next_power_of_2(head_size)), block_dv,
+        causal, window > 0, soft_cap > 0.0, mask_kind, precision, unit,
+    )  # fmt: skip
+    grid = (n_tiles * batch * (n_heads // group), splits, 1)
+    attend = _attention_kernel.prepare(grid, scalars, constants, warps, stages)
+    if splits == 1:
+        return _Plan(attend, None, out, (), ())
+    grid = (batch * n_tokens * n_heads, 1, 1)
+    merge = _merge_kernel.prepare(grid, (split_stride, width, splits), (_MOST_SPLITS, 16, block_dv), 4)
+    return _Plan(attend, merge, out, (splits, *out), (*out[:3], splits))
 
 
 def launch(
@@ -267,44 +319,32 @@ def launch(
     """``attention_triton`` with a cut other than ``tile``'s."""
     batch, n_tokens, n_heads, head_size = q.shape
     n_keys, key_heads, width = k.shape[1], k.shape[2], v.shape[-1]
-    out = torch.empty((batch, n_tokens, n_heads, width), dtype=q.dtype, device=q.device)
-    if out.numel() == 0:
-        return out
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    group, block_m, block_n, splits, warps, stages = config or tile(q, k, v, window, mask is not None or soft_cap > 0.0)
-    n_tiles = -(-n_tokens * group // block_m)
-    mask_kind = 0
-    mask_strides: tuple[int, ...] = (0, 0, 0)
+    if batch == 0 or n_tokens == 0 or n_heads == 0 or width == 0:
+        return torch.empty((batch, n_tokens, n_heads, width), dtype=q.dtype, device=q.device)
+    if q.stride(3) != 1 or k.stride(3) != 1 or v.stride(3) != 1:
+        q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
+    mask_kind, mask_strides, mask_dtype = 0, (0, 0, 0), q.dtype
     if mask is not None:
         mask = mask if mask.stride(-1) == 1 else mask.contiguous()
         mask_kind = 2 if mask.dtype == torch.bool else 1
         mask_strides = tuple(
             0 if size == 1 else step for size, step in zip(mask.shape[:3], mask.stride()[:3], strict=True)
-        )
+        )  # type: ignore[assignment]
         mask = mask.view(torch.uint8) if mask.dtype == torch.bool else mask
-    target, lse, split_stride = out, q, 0
-    if splits > 1:
-        target = torch.empty((splits, *out.shape), dtype=torch.float32, device=q.device)
-        lse = torch.empty((*out.shape[:3], splits), dtype=torch.float32, device=q.device)
-        split_stride = target.stride(0)
-    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *out.stride()[:3], split_stride)
-    unit = 1 if any(step % 8 for step in strides) else 8
-    scalars = (
-        *(step // unit for step in strides), *mask_strides,
-        n_tokens, n_keys, n_heads, n_heads // key_heads, n_tiles, splits, window, scale, soft_cap,
+        mask_dtype = mask.dtype
+    sizes = (batch, n_tokens, n_heads, head_size, n_keys, key_heads, width)
+    attend, merge, out_shape, parts_shape, log_sums_shape = _plan(
+        sizes, (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]), mask_strides, mask_kind, (q.dtype, mask_dtype),
+        scale, causal, window, soft_cap, _precision(q),
+        config or tile(q, k, v, window, mask is not None or soft_cap > 0.0),
     )  # fmt: skip
-    constants = (
-        group, block_m, block_n, splits > 1, head_size, width,
-        max(16, next_power_of_2(head_size)), max(16, next_power_of_2(width)),
-        causal, window > 0, soft_cap > 0.0, mask_kind, _precision(q), unit,
-    )  # fmt: skip
-    tensors = (q, k, v, target, q if mask is None else mask, lse)
-    grid = (n_tiles * batch * (n_heads // group), splits, 1)
-    _attention_kernel(grid, tensors, scalars, constants, warps, stages)
-    if splits > 1:
-        sizes = (_MOST_SPLITS, 16, max(16, next_power_of_2(width)))
-        grid = (batch * n_tokens * n_heads, 1, 1)
-        _merge_kernel(grid, (target, out, lse), (split_stride, width, splits), sizes, 4)
+    out = new(out_shape, q.dtype, q.device)
+    if merge is None:
+        attend(q, k, v, out, q if mask is None else mask, q)
+        return out
+    parts, log_sums = new(parts_shape, torch.float32, q.device), new(log_sums_shape, torch.float32, q.device)
+    attend(q, k, v, parts, q if mask is None else mask, log_sums)
+    merge(parts, out, log_sums)
     return out
 
 

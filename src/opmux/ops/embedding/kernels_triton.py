@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...core.torch_library import opaque
 from ...native.layout import as_rows
-from ...native.triton_launch import kernel, next_power_of_2
+from ...native.triton_launch import Launch, kernel, new, next_power_of_2, plan
 
 
 @kernel(loose=("ids_ptr",), multiples=("table_stride", "width"))
@@ -33,8 +33,23 @@ def _embedding_kernel(
 
 def tile(width: int) -> tuple[int, int]:
     """``(block, warps)`` for rows of ``width`` elements."""
-    block = min(4096, next_power_of_2(width))
-    return block, max(1, min(8, block // 512))
+    block = min(2048, next_power_of_2(width))
+    return block, max(1, block // 512)
+
+
+@plan
+def _plan(
+    n_ids: int,
+    width: int,
+    table_stride: int,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    ranges: tuple[int, ...],
+    config: tuple[int, int] | None,
+) -> Launch:
+    block, warps = config or tile(width)
+    per_row = -(-width // block)
+    scalars = (table_stride, width, *ranges, per_row)
+    return _embedding_kernel.prepare((n_ids * per_row, 1, 1), scalars, (block, width % block == 0), warps)
 
 
 def launch(
@@ -48,16 +63,14 @@ def launch(
     config: tuple[int, int] | None = None,
 ) -> Tensor:
     """``embedding_triton`` with a block and a number of warps other than ``tile``'s."""
-    y = torch.empty((*ids.shape, table.shape[-1]), dtype=table.dtype, device=table.device)
-    if y.numel() == 0:
-        return y
-    ids = ids.contiguous()
     table, n_rows, width, table_stride = as_rows(table)
-    last = first + n_rows if last is None else last
-    block, warps = config or tile(width)
-    per_row = -(-width // block)
-    scalars = (table_stride, width, first, last, added_first, added_last, added_row, per_row)
-    _embedding_kernel((ids.numel() * per_row, 1, 1), (table, y, ids), scalars, (block, width % block == 0), warps)
+    y = new((*ids.shape, width), table.dtype, table.device)
+    n_ids = ids.numel()
+    if n_ids == 0 or width == 0:
+        return y
+    ranges = (first, first + n_rows if last is None else last, added_first, added_last, added_row)
+    ids = ids.contiguous()
+    _plan(n_ids, width, table_stride, (table.dtype, ids.dtype), ranges, config)(table, y, ids)
     return y
 
 

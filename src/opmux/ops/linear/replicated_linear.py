@@ -11,10 +11,13 @@ from torch import Tensor, nn
 from ...core.cases import FLOATS, Case, Cost, Inputs, Tolerance
 from ...core.custom_op import CustomOp
 from ...core.parameters import frozen
+from ...core.lazy import lazy_module
 from ...core.requires import requires
 from . import kernels_cpu
 
 __all__ = ["ReplicatedLinear"]
+
+kernels_triton = lazy_module("opmux.ops.linear.kernels_triton")
 
 
 @CustomOp.register("replicated_linear")
@@ -69,7 +72,17 @@ class ReplicatedLinear(CustomOp):
         y = kernels_cpu.linear_cpu(x, self.weight, None if self.skip_bias_add else self.bias)
         return (y, self.bias if self.skip_bias_add else None) if self.return_bias else y
 
-    # No CUDA method: the product is the vendor library's, which is what native calls.
+    def _more_than_one_row(self, x: Tensor) -> str | None:
+        if x.numel() == self.input_size:
+            return None
+        return "leaves more than one row to native, which calls the vendor's library: that is faster there"
+
+    @requires(dtypes=FLOATS, triton=True, when=_more_than_one_row)
+    def forward_cuda(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+        self._check(x)
+        return self._returned(kernels_triton.linear_one_row_triton(x, self.weight, self._added_bias()))
+
+    forward_hip = forward_xpu = forward_cuda
 
     def _added_bias(self) -> Tensor | None:
         return None if self.skip_bias_add else self.bias

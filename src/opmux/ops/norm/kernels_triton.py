@@ -1,10 +1,12 @@
-"""Triton kernels of the RMS norms: fp32 inside, rows of any width, any row stride, new outputs.
+"""Triton kernels of the norms: fp32 inside, rows of any width, any row stride, new outputs.
 
 A row of up to 32768 elements stays in registers between its two uses, so memory is read once; wider rows are read
 twice. Several narrow rows (the heads of a q or k norm) share one program.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from ...core.torch_library import opaque
 from ...native.layout import as_rows
-from ...native.triton_launch import kernel, next_power_of_2
+from ...native.triton_launch import Launch, kernel, new_like, next_power_of_2, plan
 
 _WIDEST_ROW_IN_REGISTERS = 32768
 _LOOP_BLOCK = 8192
@@ -21,7 +23,8 @@ _ELEMENTS_PER_PROGRAM = 2048  # narrow rows are grouped up to this many
 
 
 @triton.jit
-def _times_weight(y, w, weight_offset, CAST_FIRST: tl.constexpr):
+def times_weight(y, w, weight_offset, CAST_FIRST: tl.constexpr):
+    """The normalised y times a weight, in the weight's dtype or in fp32."""
     scale = w.to(tl.float32) + weight_offset
     # The product of two rounded 16-bit values is exact in fp32, so rounding it here is multiplying in the weight's
     # dtype.
@@ -35,26 +38,29 @@ def _rms_norm_kernel(
     n_rows: tl.int32, variance_width: tl.int32, eps: tl.float32, weight_offset: tl.float32,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     HAS_WEIGHT: tl.constexpr, CAST_FIRST: tl.constexpr, ROUND_SUM: tl.constexpr, PARTIAL: tl.constexpr,
+    HINT: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     cols = tl.arange(0, BLOCK)[None, :]
-    mask = row < n_rows if EVEN else (row < n_rows) & (cols < width)
-    x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-    if HAS_WEIGHT:
-        # Asked for before the reduction, so that it arrives while the row is summed.
-        w = tl.load(w_ptr + cols, mask=cols < width, other=0.0, eviction_policy="evict_last")
+    mask = None if EVEN else (row < n_rows) & (cols < width)
+    other = None if EVEN else 0.0
+    x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=other, eviction_policy=HINT).to(tl.float32)
     if HAS_RESIDUAL:
         residual = residual_ptr + row * residual_stride + cols
-        x += tl.load(residual, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        x += tl.load(residual, mask=mask, other=other, eviction_policy=HINT).to(tl.float32)
+    if HAS_WEIGHT:
+        # Asked for before the reduction, so that it arrives while the row is summed.
+        w = tl.load(w_ptr + cols, mask=None if EVEN else cols < width, other=other)
+    if HAS_RESIDUAL:
         rounded = x.to(sum_ptr.dtype.element_ty)
-        tl.store(sum_ptr + row * width + cols, rounded, mask=mask)
+        tl.store(sum_ptr + row * width + cols, rounded, mask=mask, cache_modifier=STORE)
         if ROUND_SUM:
             x = rounded.to(tl.float32)
     squares = tl.where(cols < variance_width, x * x, 0.0) if PARTIAL else x * x
     y = x * tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / variance_width + eps)
     if HAS_WEIGHT:
-        y = _times_weight(y, w, weight_offset, CAST_FIRST)
-    tl.store(y_ptr + row * width + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+        y = times_weight(y, w, weight_offset, CAST_FIRST)
+    tl.store(y_ptr + row * width + cols, y.to(y_ptr.dtype.element_ty), mask=mask, cache_modifier=STORE)
 
 
 @kernel(multiples=("x_stride", "residual_stride", "width"))
@@ -94,20 +100,104 @@ def _rms_norm_wide_kernel(
         y = x * scale
         if HAS_WEIGHT:
             w = tl.load(w_ptr + cols, mask=mask, other=0.0, eviction_policy="evict_last")
-            y = _times_weight(y, w, weight_offset, CAST_FIRST)
+            y = times_weight(y, w, weight_offset, CAST_FIRST)
         tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def tile(width: int) -> tuple[int, int, int]:
-    """``(rows per program, block, warps)`` for rows of ``width`` elements."""
+@kernel(multiples=("x_stride", "z_stride", "width", "group_size"))
+def _gated_norm_kernel(
+    x_ptr, z_ptr, w_ptr, y_ptr, x_stride: tl.int64, z_stride: tl.int64, width: tl.int64, group_size: tl.int64,
+    n_groups: tl.int64, groups_per_row: tl.int32, eps: tl.float32,
+    GROUPS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, HAS_GATE: tl.constexpr, NORM_FIRST: tl.constexpr,
+    BY_SIGMOID: tl.constexpr,
+):  # fmt: skip
+    group = (tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS))[:, None]
+    row = group // groups_per_row
+    col = tl.arange(0, BLOCK)[None, :]
+    at = group % groups_per_row * group_size + col
+    mask = None if EVEN else (group < n_groups) & (col < group_size)
+    other = None if EVEN else 0.0
+    x = tl.load(x_ptr + row * x_stride + at, mask=mask, other=other).to(tl.float32)
+    if HAS_GATE:
+        z = tl.load(z_ptr + row * z_stride + at, mask=mask, other=other).to(tl.float32)
+    w = tl.load(w_ptr + at, mask=mask, other=other).to(tl.float32)
+    if HAS_GATE:
+        gate = (1.0 if BY_SIGMOID else z) / (1.0 + tl.exp(-z))
+        if not NORM_FIRST:
+            x = x * gate
+    y = x * tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / group_size + eps) * w
+    if HAS_GATE:
+        if NORM_FIRST:
+            y = y * gate
+    tl.store(y_ptr + row * width + at, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@kernel(multiples=("x_stride", "width"))
+def _layer_norm_kernel(
+    x_ptr, w_ptr, b_ptr, y_ptr, x_stride: tl.int64, width: tl.int64, n_rows: tl.int32, eps: tl.float32,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    cols = tl.arange(0, BLOCK)[None, :]
+    mask = None if EVEN else (row < n_rows) & (cols < width)
+    other = None if EVEN else 0.0
+    x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=other).to(tl.float32)
+    if HAS_WEIGHT:
+        w = tl.load(w_ptr + cols, mask=None if EVEN else cols < width, other=other).to(tl.float32)
+    if HAS_BIAS:
+        b = tl.load(b_ptr + cols, mask=None if EVEN else cols < width, other=other).to(tl.float32)
+    x = x - tl.sum(x, axis=1, keep_dims=True) / width
+    squares = x * x if EVEN else tl.where(cols < width, x * x, 0.0)
+    y = x * tl.rsqrt(tl.sum(squares, axis=1, keep_dims=True) / width + eps)
+    if HAS_WEIGHT:
+        y = y * w
+    if HAS_BIAS:
+        y = y + b
+    tl.store(y_ptr + row * width + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+class Tile(NamedTuple):
+    """How rows are cut. ``hint``: eviction policy of what is read once; ``store``: cache modifier of what is
+    written."""
+
+    rows: int
+    block: int
+    warps: int
+    hint: str = "evict_first"
+    store: str = ""
+
+
+def tile(width: int) -> Tile:
+    """The cut for rows of ``width`` elements."""
     block = next_power_of_2(width)
     rows_per_program = max(1, _ELEMENTS_PER_PROGRAM // block)
     elements = rows_per_program * block
-    return (
-        rows_per_program,
-        block,
-        4 if elements <= 2048 else 8 if elements <= 4096 else 16 if elements <= 16384 else 32,
-    )
+    warps = 4 if elements <= 2048 else 8 if elements <= 4096 else 16 if elements <= 16384 else 32
+    return Tile(rows_per_program, block, warps)
+
+
+@plan
+def _rms_norm_plan(
+    n_rows: int,
+    width: int,
+    strides: tuple[int, int],
+    dtypes: tuple[torch.dtype, torch.dtype | None, torch.dtype | None],
+    eps: float,
+    variance_size: int,
+    weight_offset: float,
+    cast_first: bool,
+    round_sum: bool,
+    config: Tile | None,
+) -> Launch:
+    flags = (dtypes[1] is not None, dtypes[2] is not None, cast_first, round_sum)
+    if width > _WIDEST_ROW_IN_REGISTERS:
+        scalars = (*strides, width, variance_size, eps, weight_offset)
+        return _rms_norm_wide_kernel.prepare((n_rows, 1, 1), scalars, (_LOOP_BLOCK, *flags), 16)
+    rows, block, warps, hint, store = config or tile(width)
+    even = block == width and n_rows % rows == 0
+    scalars = (*strides, width, n_rows, variance_size, eps, weight_offset)
+    constants = (rows, block, even, *flags, variance_size != width, hint, store)
+    return _rms_norm_kernel.prepare((-(-n_rows // rows), 1, 1), scalars, constants, warps)
 
 
 def launch(
@@ -119,30 +209,30 @@ def launch(
     weight_offset: float,
     cast_first: bool,
     round_sum: bool,
-    config: tuple[int, int, int] | None = None,
+    config: Tile | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``(y, rounded sum)``; without a residual the second is ``y`` too. ``config`` overrides ``tile``."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = y if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    x, n_rows, width, x_stride = as_rows(x)
+    y = new_like(x)
+    total = y if residual is None else new_like(x)
+    x, n_rows, width, stride = as_rows(x)
     if n_rows == 0:
         return y, total
-    residual_stride = width
-    if residual is not None:
+    residual_dtype, residual_stride = None, width
+    if residual is None:
+        residual = x
+    else:
+        residual_dtype = residual.dtype
         residual, _, _, residual_stride = as_rows(residual)
-    if weight is not None:
+    weight_dtype = None
+    if weight is None:
+        weight = x
+    else:
+        weight_dtype = weight.dtype
         weight = weight.contiguous()
-    tensors = (x, x if residual is None else residual, x if weight is None else weight, y, total)
-    strides = (x_stride, residual_stride, width)
-    flags = (residual is not None, weight is not None, cast_first, round_sum)
-    if width > _WIDEST_ROW_IN_REGISTERS:
-        scalars = (*strides, variance_size, eps, weight_offset)
-        _rms_norm_wide_kernel((n_rows, 1, 1), tensors, scalars, (_LOOP_BLOCK, *flags), 16)
-        return y, total
-    per_program, block, warps = config or tile(width)
-    constants = (per_program, block, block == width, *flags, variance_size != width)
-    grid = (-(-n_rows // per_program), 1, 1)
-    _rms_norm_kernel(grid, tensors, (*strides, n_rows, variance_size, eps, weight_offset), constants, warps)
+    _rms_norm_plan(
+        n_rows, width, (stride, residual_stride), (x.dtype, residual_dtype, weight_dtype), eps, variance_size,
+        weight_offset, cast_first, round_sum, config,
+    )(x, residual, weight, y, total)  # fmt: skip
     return y, total
 
 
@@ -180,3 +270,110 @@ def add_rms_norm_triton(
     The norm sees the unrounded fp32 sum, or with ``round_sum`` the rounded one. Otherwise as ``rms_norm_triton``.
     """
     return launch(x, residual, weight, eps, variance_size, weight_offset, cast_first, round_sum)
+
+
+@plan
+def _gated_norm_plan(
+    n_rows: int,
+    width: int,
+    strides: tuple[int, int],
+    dtypes: tuple[torch.dtype, ...],
+    group_size: int,
+    eps: float,
+    has_gate: bool,
+    norm_before_gate: bool,
+    by_sigmoid: bool,
+    config: Tile | None,
+) -> Launch:
+    groups, block, warps, _, _ = config or tile(group_size)
+    per_row = width // group_size
+    n_groups = n_rows * per_row
+    even = block == group_size and n_groups % groups == 0
+    scalars = (*strides, width, group_size, n_groups, per_row, eps)
+    constants = (groups, block, even, has_gate, norm_before_gate, by_sigmoid)
+    return _gated_norm_kernel.prepare((-(-n_groups // groups), 1, 1), scalars, constants, warps)
+
+
+@opaque(fake=_fake)
+def rms_norm_gated_triton(
+    x: Tensor,
+    z: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    group_size: int,
+    norm_before_gate: bool,
+    by_sigmoid: bool,
+) -> Tensor:
+    """RMS norm of groups of ``group_size`` neighbours, times weight, with ``act(z)`` multiplied before or after.
+
+    Shapes:  x, z [..., H], weight [H], any floating dtypes; H a multiple of ``group_size`` -> [..., H] in x's dtype.
+    Casts:   fp32, rounded once. The gate is z * sigmoid(z), or sigmoid(z) with ``by_sigmoid``.
+    Mutates: nothing.
+    """
+    return launch_gated(x, z, weight, eps, group_size, norm_before_gate, by_sigmoid)
+
+
+def launch_gated(
+    x: Tensor,
+    z: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    group_size: int,
+    norm_before_gate: bool,
+    by_sigmoid: bool,
+    config: Tile | None = None,
+) -> Tensor:
+    """``rms_norm_gated_triton`` with another tile."""
+    y = new_like(x)
+    x, n_rows, width, stride = as_rows(x)
+    if n_rows == 0:
+        return y
+    gate, _, _, gate_stride = (x, 0, 0, stride) if z is None else as_rows(z)
+    dtypes = (x.dtype, gate.dtype, weight.dtype)
+    weight = weight.contiguous()
+    _gated_norm_plan(
+        n_rows, width, (stride, gate_stride), dtypes, group_size, eps, z is not None, norm_before_gate, by_sigmoid,
+        config,
+    )(x, gate, weight, y)  # fmt: skip
+    return y
+
+
+@plan
+def _layer_norm_plan(
+    n_rows: int,
+    width: int,
+    stride: int,
+    dtypes: tuple[torch.dtype | None, ...],
+    eps: float,
+    config: Tile | None,
+) -> Launch:
+    rows, block, warps, _, _ = config or tile(width)
+    even = block == width and n_rows % rows == 0
+    constants = (rows, block, even, dtypes[1] is not None, dtypes[2] is not None)
+    return _layer_norm_kernel.prepare((-(-n_rows // rows), 1, 1), (stride, width, n_rows, eps), constants, warps)
+
+
+@opaque(fake=_fake)
+def layer_norm_triton(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """``(x - mean) / sqrt(variance + eps) * weight + bias`` over the last dimension, the variance of centred values.
+
+    Shapes:  x [..., H]; weight, bias [H] of any floating dtype, or None -> [..., H] in x's dtype, contiguous.
+    Casts:   fp32, rounded once.
+    Mutates: nothing.
+    """
+    return launch_layer_norm(x, weight, bias, eps)
+
+
+def launch_layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, config: Tile | None = None
+) -> Tensor:
+    """``layer_norm_triton`` with another tile."""
+    y = new_like(x)
+    x, n_rows, width, stride = as_rows(x)
+    if n_rows == 0:
+        return y
+    dtypes = (x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
+    weight = x if weight is None else weight.contiguous()
+    bias = x if bias is None else bias.contiguous()
+    _layer_norm_plan(n_rows, width, stride, dtypes, eps, config)(x, weight, bias, y)
+    return y

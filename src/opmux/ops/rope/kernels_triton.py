@@ -1,7 +1,8 @@
 """Triton kernel of the rotary embeddings: queries and keys in one launch, out of place, any strides, fp32 inside.
 
-One program turns some heads of one token. The same kernel serves a table that positions index (``rotary_embedding``)
-and cosines and sines that come with the tokens (``apply_rotary_emb``, and transformers' [B, N, S, D] layout).
+One program turns some heads of one token, and before that may take their RMS norm. The same kernel serves a table that
+positions index (``rotary_embedding``) and cosines and sines that come with the tokens (``apply_rotary_emb``, and
+transformers' [B, N, S, D] layout).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.torch_library import opaque
-from ...native.triton_launch import kernel, next_power_of_2
+from ...native.triton_launch import Launch, kernel, new_like, next_power_of_2, plan
 
 
 @triton.jit
@@ -45,13 +46,44 @@ def _store_pairs(y_ptr, head, stride, u, v, N: tl.constexpr, R: tl.constexpr, BL
 
 
 @triton.jit
+def _scale_of(x_ptr, head, stride, u, v, eps, N: tl.constexpr, D: tl.constexpr, R: tl.constexpr, TAIL: tl.constexpr):
+    """1 / (root mean square) of each head, [heads, 1]."""
+    squares = tl.sum(u * u + v * v, axis=1, keep_dims=True)
+    if R < D:
+        feature = R + tl.arange(0, TAIL)[None, :]
+        tail = tl.load(x_ptr + head.to(tl.int64) * stride + feature, mask=(head < N) & (feature < D), other=0.0)
+        squares += tl.sum(tail.to(tl.float32) * tail.to(tl.float32), axis=1, keep_dims=True)
+    return tl.rsqrt(squares / D + eps)
+
+
+@triton.jit
+def _weighted(x, scale, w, x_ptr, w_ptr):
+    """The norm of x, rounded to the weight's dtype, times the weight there, rounded to x's dtype."""
+    y = ((x * scale).to(w_ptr.dtype.element_ty).to(tl.float32) * w).to(w_ptr.dtype.element_ty)
+    return y.to(x_ptr.dtype.element_ty).to(tl.float32)
+
+
+@triton.jit
+def _normed(
+    x_ptr, w_ptr, head, stride, u, v, eps, N: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
+    TAIL: tl.constexpr, NEOX: tl.constexpr,
+):  # fmt: skip
+    scale = _scale_of(x_ptr, head, stride, u, v, eps, N, D, R, TAIL)
+    w_u, w_v = _load_pairs(w_ptr, tl.zeros([1, 1], tl.int32), 0, 1, R, BLOCK, NEOX)
+    return _weighted(u, scale, w_u, x_ptr, w_ptr), _weighted(v, scale, w_v, x_ptr, w_ptr), scale
+
+
+@triton.jit
 def _copy_tail(
-    x_ptr, y_ptr, head, x_stride, y_stride, bad, N: tl.constexpr, D: tl.constexpr, R: tl.constexpr, TAIL: tl.constexpr,
-    FROM_TABLE: tl.constexpr,
+    x_ptr, w_ptr, y_ptr, head, x_stride, y_stride, scale, bad, N: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    TAIL: tl.constexpr, FROM_TABLE: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     feature = R + tl.arange(0, TAIL)[None, :]
     mask = (head < N) & (feature < D)
     x = tl.load(x_ptr + head.to(tl.int64) * x_stride + feature, mask=mask, other=0.0)
+    if NORM:
+        w = tl.load(w_ptr + feature, mask=feature < D, other=0.0).to(tl.float32)
+        x = _weighted(x.to(tl.float32), scale, w, x_ptr, w_ptr).to(x.dtype)
     if FROM_TABLE:
         x = tl.where(bad, tl.full(x.shape, float("nan"), x.dtype), x)
     tl.store(y_ptr + head.to(tl.int64) * y_stride + feature, x, mask=mask)
@@ -65,15 +97,15 @@ def _copy_tail(
     ),
 )  # fmt: skip
 def _rotary_kernel(
-    q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, positions_ptr,
+    q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, q_weight_ptr, k_weight_ptr, positions_ptr,
     q_batch: tl.int64, q_token: tl.int64, q_head: tl.int64,
     q_out_batch: tl.int64, q_out_token: tl.int64, q_out_head: tl.int64,
     k_batch: tl.int64, k_token: tl.int64, k_head: tl.int64,
     k_out_batch: tl.int64, k_out_token: tl.int64, k_out_head: tl.int64,
-    row_batch: tl.int64, row_token: tl.int64, n_positions: tl.int64, seq_len: tl.int32,
+    row_batch: tl.int64, row_token: tl.int64, n_positions: tl.int64, seq_len: tl.int32, eps: tl.float32,
     NQ: tl.constexpr, NK: tl.constexpr, GROUPS: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr,
     D: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
-    NEOX: tl.constexpr, FROM_TABLE: tl.constexpr, FULL: tl.constexpr,
+    NEOX: tl.constexpr, FROM_TABLE: tl.constexpr, FULL: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) // GROUPS
     group = tl.program_id(0) % GROUPS
@@ -99,6 +131,15 @@ def _rotary_kernel(
     else:
         row = batch * row_batch + place * row_token
         sin_row = row
+    q_scale = 1.0
+    k_scale = 1.0
+    if NORM:
+        q_u, q_v, q_scale = _normed(
+            q_ptr, q_weight_ptr, q_heads, q_head, q_u, q_v, eps, NQ, D, R, BLOCK, TAIL, NEOX
+        )  # fmt: skip
+        k_u, k_v, k_scale = _normed(
+            k_ptr, k_weight_ptr, k_heads, k_head, k_u, k_v, eps, NK, D, R, BLOCK, TAIL, NEOX
+        )  # fmt: skip
     if R > 0:
         pair = tl.arange(0, BLOCK)[None, :]
         mask = pair < R // 2
@@ -120,9 +161,14 @@ def _rotary_kernel(
             k_y, k_z = k_u * cos_u - k_v * sin_u, k_v * cos_v + k_u * sin_v
             _store_pairs(k_out_ptr, k_heads, k_out_head, k_y, k_z, NK, R, BLOCK, NEOX)
     if R < D:
-        _copy_tail(q_ptr, q_out_ptr, q_heads, q_head, q_out_head, bad, NQ, D, R, TAIL, FROM_TABLE)
+        _copy_tail(
+            q_ptr, q_weight_ptr, q_out_ptr, q_heads, q_head, q_out_head, q_scale, bad, NQ, D, R, TAIL, FROM_TABLE, NORM
+        )  # fmt: skip
         if NK > 0:
-            _copy_tail(k_ptr, k_out_ptr, k_heads, k_head, k_out_head, bad, NK, D, R, TAIL, FROM_TABLE)
+            _copy_tail(
+                k_ptr, k_weight_ptr, k_out_ptr, k_heads, k_head, k_out_head, k_scale, bad, NK, D, R, TAIL, FROM_TABLE,
+                NORM,
+            )  # fmt: skip
 
 
 def tile(n_tokens: int, q_heads: int, k_heads: int, head_size: int) -> tuple[int, int]:
@@ -132,39 +178,100 @@ def tile(n_tokens: int, q_heads: int, k_heads: int, head_size: int) -> tuple[int
     return groups, 1 if elements // groups <= 1024 else 4
 
 
-def launch(
-    q: Tensor,
-    k: Tensor | None,
-    q_out: Tensor,
-    k_out: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor | None,
+@plan
+def _plan(
+    sizes: tuple[int, int, int, int, int],
+    strides: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+    rows: tuple[int, int, int],
     rotary: int,
     is_neox: bool,
-    config: tuple[int, int] | None = None,
-) -> None:
-    """Turn q and k, [B, S, N, D] views of any strides with contiguous heads. ``config`` overrides ``tile``.
-
-    With ``positions`` (flat, one a token) cos and sin are both the table [P, R]; without, they have a row a token: [B,
-    S, C] with C = R/2 (one entry a pair) or R.
-    """
-    batch, seq_len, q_heads, head_size = q.shape
-    k_heads = 0 if k is None else k.shape[2]
+    from_table: bool,
+    full: bool,
+    eps: float | None,
+    config: tuple[int, int] | None,
+) -> Launch:
+    """``sizes``: B, S, N, K, D. ``strides``: batch, token and head, of q, its output, k and its output. ``rows``: the
+    strides of cosines and sines and their number. ``eps``: None without a norm."""
+    batch, seq_len, q_heads, k_heads, head_size = sizes
     n_tokens = batch * seq_len
-    if k is None or k_out is None:
-        k, k_out = q, q_out
     groups, warps = config or tile(n_tokens, q_heads, k_heads, head_size)
-    from_table = positions is not None
-    rows = (0, cos.stride(0)) if from_table else cos.stride()[:2]
-    scalars = (*q.stride()[:3], *q_out.stride()[:3], *k.stride()[:3], *k_out.stride()[:3], *rows, cos.shape[0], seq_len)
     constants = (
         q_heads, k_heads, groups, next_power_of_2(-(-q_heads // groups)), next_power_of_2(-(-k_heads // groups)),
         head_size, rotary, next_power_of_2(rotary // 2), next_power_of_2(head_size - rotary),
-        is_neox, from_table, not from_table and cos.shape[-1] == rotary,
+        is_neox, from_table, full, eps is not None,
     )  # fmt: skip
-    tensors = (q, k, q_out, k_out, cos, sin, cos if positions is None else positions)
-    _rotary_kernel((n_tokens * groups, 1, 1), tensors, scalars, constants, warps)
+    return _rotary_kernel.prepare((n_tokens * groups, 1, 1), (*strides, *rows, seq_len, eps or 0.0), constants, warps)
+
+
+@plan
+def _table_plan(
+    n_tokens: int,
+    query: tuple[torch.Size, tuple[int, ...]],
+    key: tuple[torch.Size, tuple[int, ...]] | None,
+    table: tuple[torch.Size, tuple[int, ...]],
+    dtypes: tuple[torch.dtype, ...],
+    head_size: int,
+    is_neox: bool,
+    eps: float | None,
+    config: tuple[int, int] | None,
+) -> Launch | None:
+    """From shapes and strides; None where the heads of a token are not evenly apart."""
+    layouts = [_heads(*layout, n_tokens, head_size) for layout in (query, query if key is None else key)]
+    if None in layouts:
+        return None
+    (q_heads, q_token, q_head), (k_heads, k_token, k_head) = layouts  # type: ignore[misc]
+    strides = (
+        0, q_token, q_head, 0, q_heads * head_size, head_size,
+        0, k_token, k_head, 0, k_heads * head_size, head_size,
+    )  # fmt: skip
+    (n_positions, rotary), (row, _) = table
+    sizes = (1, n_tokens, q_heads, 0 if key is None else k_heads, head_size)
+    return _plan(sizes, strides, dtypes, (0, row, n_positions), rotary, is_neox, True, False, eps, config)
+
+
+def _heads(shape: torch.Size, stride: tuple[int, ...], n_tokens: int, head_size: int) -> tuple[int, int, int] | None:
+    """(heads, token stride, head stride) of a tensor seen as [T, N, D], or None where no view is so."""
+    heads = shape.numel() // (n_tokens * head_size)
+    try:
+        view = torch.empty_strided(shape, stride, device="meta").view(n_tokens, heads, head_size)
+    except RuntimeError:
+        return None
+    return (heads, view.stride(0), view.stride(1)) if view.stride(2) == 1 else None
+
+
+def launch(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    head_size: int,
+    table: Tensor,
+    is_neox: bool,
+    weights: tuple[Tensor, Tensor] | None = None,
+    eps: float | None = None,
+    config: tuple[int, int] | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """``rotary_embedding_triton``, or with weights ``qk_norm_rope_triton``. ``config`` overrides ``tile``."""
+    q_out, k_out = new_like(query), None if key is None else new_like(key)
+    n_tokens = positions.numel()
+    if n_tokens == 0:
+        return q_out, k_out
+    positions = positions.contiguous()
+    if table.stride(1) != 1:
+        table = table.contiguous()
+    q_weight, k_weight = (table, table) if weights is None else (weights[0].contiguous(), weights[1].contiguous())
+    dtypes = (query.dtype, table.dtype, positions.dtype, q_weight.dtype)
+    while True:
+        prepared = _table_plan(
+            n_tokens, (query.shape, query.stride()), None if key is None else (key.shape, key.stride()),
+            (table.shape, table.stride()), dtypes, head_size, is_neox, eps, config,
+        )  # fmt: skip
+        if prepared is not None:
+            break
+        query, key = query.contiguous(), None if key is None else key.contiguous()
+    k, k_to = (query, q_out) if key is None or k_out is None else (key, k_out)
+    prepared(query, k, q_out, k_to, table, table, q_weight, k_weight, positions)
+    return q_out, k_out
 
 
 def rotary_embedding(
@@ -189,9 +296,7 @@ def rotary_embedding_triton(
              checking it on the host would wait for the device. (Eager CPU raises IndexError.)
     Mutates: nothing.
     """
-    q_out, k_out = query.new_empty(query.shape), key.new_empty(key.shape)
-    _from_table(positions, query, key, q_out, k_out, head_size, table, is_neox)
-    return q_out, k_out
+    return launch(positions, query, key, head_size, table, is_neox)  # type: ignore[return-value]
 
 
 @opaque(fake=lambda positions, query, *_: query.new_empty(query.shape))
@@ -199,38 +304,29 @@ def rotary_embedding_query_triton(
     positions: Tensor, query: Tensor, head_size: int, table: Tensor, is_neox: bool
 ) -> Tensor:
     """``rotary_embedding_triton`` without a key."""
-    out = query.new_empty(query.shape)
-    _from_table(positions, query, None, out, None, head_size, table, is_neox)
-    return out
+    return launch(positions, query, None, head_size, table, is_neox)[0]
 
 
-def _from_table(
+@opaque(fake=lambda positions, query, key, *_: (query.new_empty(query.shape), key.new_empty(key.shape)))
+def qk_norm_rope_triton(
     positions: Tensor,
     query: Tensor,
-    key: Tensor | None,
-    q_out: Tensor,
-    k_out: Tensor | None,
+    key: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
     head_size: int,
     table: Tensor,
     is_neox: bool,
-    config: tuple[int, int] | None = None,
-) -> None:
-    n_tokens = positions.numel()
-    if q_out.numel() == 0 and (k_out is None or k_out.numel() == 0):
-        return
-    views = [None if x is None else _heads(x, n_tokens, head_size) for x in (query, key, q_out, k_out)]
-    q, k, q_out_view, k_out_view = views
-    if table.stride(-1) != 1:
-        table = table.contiguous()
-    assert q is not None
-    assert q_out_view is not None
-    launch(q, k, q_out_view, k_out_view, table, table, positions.reshape(-1), table.shape[1], is_neox, config)
+) -> tuple[Tensor, Tensor]:
+    """The RMS norm of every head of query and key, then ``rotary_embedding_triton``, in one pass.
 
-
-def _heads(x: Tensor, n_tokens: int, head_size: int) -> Tensor:
-    """x as [1, T, N, D] with contiguous heads."""
-    x = x.reshape(1, n_tokens, -1, head_size)
-    return x if x.stride(-1) == 1 else x.contiguous()
+    Shapes:  as there; q_weight, k_weight [D], of one dtype.
+    Casts:   the normalised value is rounded to the weight's dtype, multiplied there and rounded to query's dtype, as a
+             separate norm would; then fp32, rounded once.
+    Mutates: nothing.
+    """
+    return launch(positions, query, key, head_size, table, is_neox, (q_weight, k_weight), eps)  # type: ignore[return-value]
 
 
 def _fake_like(x: Tensor) -> Tensor:
@@ -290,8 +386,17 @@ def _from_rows(
     rotary: int,
     is_neox: bool,
 ) -> None:
-    shape = (q.shape[0], q.shape[1], cos.shape[-1])
+    """Turn q and k, [B, S, N, D] views with contiguous heads, by rows [B or 1, S, C] (or [S, C]) of cos and sin."""
+    batch, seq_len, q_heads, head_size = q.shape
+    shape = (batch, seq_len, cos.shape[-1])
     cos, sin = cos.expand(shape), sin.expand(shape)
     if cos.stride(-1) != 1 or sin.stride() != cos.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
-    launch(q, k, q_out, k_out, cos, sin, None, rotary, is_neox)
+    k_heads = 0 if k is None else k.shape[2]
+    if k is None or k_out is None:
+        k, k_out = q, q_out
+    strides = (*q.stride()[:3], *q_out.stride()[:3], *k.stride()[:3], *k_out.stride()[:3])
+    _plan(
+        (batch, seq_len, q_heads, k_heads, head_size), strides, (q.dtype, k.dtype, cos.dtype, sin.dtype),
+        (*cos.stride()[:2], 0), rotary, is_neox, False, shape[2] == rotary, None, None,
+    )(q, k, q_out, k_out, cos, sin, cos, cos, cos)  # fmt: skip
