@@ -80,7 +80,7 @@ class AttentionBinding(Binding):
         linears = [children[name] for name in names]
         self.separate: list[ReplicatedLinear] = []
         if len(linears) == 1:
-            self.product: CustomOp | None = linear_op(linears[0])
+            self.product: Any = linear_op(linears[0])  # None where q, k and v stay apart
         elif unmergeable(linears, uses) is None:
             with torch.device("meta"):
                 self.product = ReplicatedLinear(
