@@ -126,9 +126,8 @@ def _gated_norm_kernel(
         if not NORM_FIRST:
             x = x * gate
     y = x * tl.rsqrt(tl.sum(x * x, axis=1, keep_dims=True) / group_size + eps) * w
-    if HAS_GATE:
-        if NORM_FIRST:
-            y = y * gate
+    if HAS_GATE and NORM_FIRST:
+        y = y * gate
     tl.store(y_ptr + row * width + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 

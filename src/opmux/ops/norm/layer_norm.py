@@ -9,12 +9,15 @@ from torch import Tensor
 
 from ...core.cases import FLOATS, Case, Cost, Inputs, Tolerance
 from ...core.custom_op import CustomOp
+from ...core.lazy import lazy_module
 from ...core.numerics import wide
 from ...core.parameters import frozen
 from ...core.requires import requires
 from . import kernels_cpu
 
 __all__ = ["LayerNorm"]
+
+kernels_triton = lazy_module("opmux.ops.norm.kernels_triton")
 
 
 @CustomOp.register("layer_norm")
@@ -62,6 +65,13 @@ class LayerNorm(CustomOp):
     def forward_cpu(self, x: Tensor) -> Tensor:
         self._check(x)
         return kernels_cpu.layer_norm_cpu(x, self.weight, self.bias, self.eps)
+
+    @requires(dtypes=FLOATS, triton=True)
+    def forward_cuda(self, x: Tensor) -> Tensor:
+        self._check(x)
+        return kernels_triton.layer_norm_triton(x, self.weight, self.bias, self.eps)
+
+    forward_hip = forward_xpu = forward_cuda
 
     def _check(self, x: Tensor) -> None:
         if x.shape[-1] != self.hidden_size:

@@ -9,12 +9,15 @@ from torch import Tensor
 
 from ...core.cases import FLOATS, Case, Cost, Inputs, Tolerance
 from ...core.custom_op import CustomOp
+from ...core.lazy import lazy_module
 from ...core.numerics import wide
 from ...core.parameters import frozen
 from ...core.requires import requires
 from . import kernels_cpu
 
 __all__ = ["RMSNormGated"]
+
+kernels_triton = lazy_module("opmux.ops.norm.kernels_triton")
 
 
 @CustomOp.register("rms_norm_gated")
@@ -78,7 +81,7 @@ class RMSNormGated(CustomOp):
             gate = gate if self.by_sigmoid else z.to(y.dtype) * gate
         if gate is not None and not self.norm_before_gate:
             y = y * gate
-        groups = y.unflatten(-1, (-1, self.group_size))
+        groups = y.view(*y.shape[:-1], self.hidden_size // self.group_size, self.group_size)
         y = (groups * torch.rsqrt(groups.square().mean(-1, keepdim=True) + self.eps)).flatten(-2)
         y = y * self.weight.to(y.dtype)
         if gate is not None and self.norm_before_gate:
@@ -91,6 +94,15 @@ class RMSNormGated(CustomOp):
         return kernels_cpu.rms_norm_gated_cpu(
             x, z, self.weight, self.eps, self.group_size, self.norm_before_gate, self.by_sigmoid
         )
+
+    @requires(dtypes=FLOATS, triton=True)
+    def forward_cuda(self, x: Tensor, z: Tensor | None = None) -> Tensor:
+        self._check(x, z)
+        return kernels_triton.rms_norm_gated_triton(
+            x, z, self.weight, self.eps, self.group_size, self.norm_before_gate, self.by_sigmoid
+        )
+
+    forward_hip = forward_xpu = forward_cuda
 
     def _check(self, x: Tensor, z: Tensor | None) -> None:
         if x.shape[-1] != self.hidden_size or (z is not None and z.shape != x.shape):

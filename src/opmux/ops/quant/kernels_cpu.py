@@ -100,7 +100,7 @@ def quant_fp8_cpu(
 
 @opaque(
     fake=lambda x, round_gate, scale, dtype, group_size, *_: _fake(
-        x, (*x.shape[:-1], x.shape[-1] // 2), scale, dtype, group_size
+        x, torch.Size((*x.shape[:-1], x.shape[-1] // 2)), scale, dtype, group_size
     )
 )
 def silu_and_mul_quant_cpu(

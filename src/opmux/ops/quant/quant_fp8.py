@@ -11,12 +11,15 @@ from torch import Tensor
 
 from ...core.cases import FLOATS, Case, Cost, Inputs, Tolerance
 from ...core.custom_op import CustomOp
+from ...core.lazy import lazy_module
 from ...core.numerics import wide
 from ...core.requires import requires
 from . import kernels_cpu
 from .fp8 import Fp8Format, GroupShape, power_of_two_above
 
 __all__ = ["QuantFP8"]
+
+kernels_triton = lazy_module("opmux.ops.quant.kernels_triton")
 
 
 @CustomOp.register("quant_fp8")
@@ -93,10 +96,10 @@ class QuantFP8(CustomOp):
         if scale is not None:
             scale = scale.clone()
         else:
-            dims = None if self.group_shape.is_per_tensor else -1
-            shape = (1,) if dims is None else (*x.shape[:-1], 1)
-            empty = x.numel() == 0 if dims is None else x.shape[-1] == 0
-            amax = values.new_zeros(shape) if empty else values.abs().amax(dims, keepdim=True).reshape(shape)
+            rows = values.reshape(1, -1) if self.group_shape.is_per_tensor else values
+            amax = rows.abs().amax(-1, keepdim=True) if rows.shape[-1] else rows.new_zeros((*rows.shape[:-1], 1))
+            if self.group_shape.is_per_tensor:
+                amax = amax.reshape(1)
             if scale_ub is not None:
                 amax = torch.minimum(amax, scale_ub.to(amax.dtype))
             scale = (amax / self.format.max).clamp(min=self.format.least_scale)
@@ -120,6 +123,16 @@ class QuantFP8(CustomOp):
         self._check(x, scale_ub)
         x_q, scale = kernels_cpu.quant_fp8_cpu(x, self.prepared(x.shape, scale), scale_ub, *self.kernel_options)
         return self.finished(x_q, scale)
+
+    @requires(dtypes=FLOATS, triton=True)
+    def forward_cuda(
+        self, x: Tensor, scale: Tensor | None = None, scale_ub: Tensor | None = None, use_triton: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        self._check(x, scale_ub)
+        x_q, scale = kernels_triton.quant_fp8_triton(x, self.prepared(x.shape, scale), scale_ub, *self.kernel_options)
+        return self.finished(x_q, scale)
+
+    forward_hip = forward_xpu = forward_cuda
 
     # Kernels, also of fused ops, take prepared(shape, scale) and kernel_options; finished takes what they return.
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ...core.cases import FLOATS, Case, Cost, Inputs, Tolerance
 from ...core.custom_op import CustomOp
+from ...core.lazy import lazy_module
 from ...core.requires import requires
 from ..norm.rms_norm import CastOrder, RMSNorm
 from . import kernels_cpu
@@ -19,6 +20,8 @@ from .quant_fp8 import QuantFP8, name_of, quantizations, scale_of
 from .silu_and_mul_quant import check_one_pass
 
 __all__ = ["RMSNormQuant"]
+
+kernels_triton = lazy_module("opmux.ops.quant.kernels_triton")
 
 
 @CustomOp.register("rms_norm_quant")
@@ -66,10 +69,8 @@ class RMSNormQuant(CustomOp):
     def forward_native(
         self, x: Tensor, residual: Tensor | None = None, scale: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        if residual is None:
-            return self.quant.forward_native(self.norm.forward_native(x), scale)
-        y, summed = self.norm.forward_native(x, residual)
-        return (*self.quant.forward_native(y, scale), summed)
+        y, *summed = normed if isinstance(normed := self.norm.forward_native(x, residual), tuple) else (normed,)
+        return (*self.quant.forward_native(y, scale), *summed)
 
     @requires(dtypes=FLOATS, native_library=True)
     def forward_cpu(self, x: Tensor, residual: Tensor | None = None, scale: Tensor | None = None) -> tuple[Tensor, ...]:
@@ -86,6 +87,26 @@ class RMSNormQuant(CustomOp):
             *quant.kernel_options,
         )  # fmt: skip
         return (*quant.finished(y_q, scale), summed)
+
+    @requires(dtypes=FLOATS, triton=True)
+    def forward_cuda(
+        self, x: Tensor, residual: Tensor | None = None, scale: Tensor | None = None
+    ) -> tuple[Tensor, ...]:
+        norm, quant = self.norm, self.quant
+        norm._check(x, residual)
+        scale = quant.prepared(x.shape, scale)
+        if residual is None:
+            y_q, scale = kernels_triton.rms_norm_quant_triton(
+                x, norm.weight, norm.eps, norm.variance_size, norm.cast_first, scale, *quant.kernel_options
+            )
+            return quant.finished(y_q, scale)
+        y_q, scale, summed = kernels_triton.add_rms_norm_quant_triton(
+            x, residual, norm.weight, norm.eps, norm.variance_size, norm.cast_first, norm.round_sum, scale,
+            *quant.kernel_options,
+        )  # fmt: skip
+        return (*quant.finished(y_q, scale), summed)
+
+    forward_hip = forward_xpu = forward_cuda
 
     @classmethod
     def cases(cls) -> Iterator[Case]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ...core.cases import FLOATS, Case, Cost, Tolerance
 from ...core.custom_op import CustomOp
+from ...core.lazy import lazy_module
 from ...core.requires import requires
 from ..activation.gated import check_gated
 from ..activation.silu_and_mul import SiluAndMul
@@ -18,6 +19,8 @@ from .fp8 import GroupShape
 from .quant_fp8 import QuantFP8, name_of, quantizations, scale_of
 
 __all__ = ["SiluAndMulQuant"]
+
+kernels_triton = lazy_module("opmux.ops.quant.kernels_triton")
 
 
 @CustomOp.register("silu_and_mul_quant")
@@ -64,6 +67,18 @@ class SiluAndMulQuant(CustomOp):
             x, self.activation.round_gate, quant.prepared(shape, scale), *quant.kernel_options
         )
         return quant.finished(y_q, scale)
+
+    @requires(dtypes=FLOATS, triton=True)
+    def forward_cuda(self, x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        check_gated("silu_and_mul_quant", x)
+        quant = self.quant
+        shape = torch.Size((*x.shape[:-1], x.shape[-1] // 2))
+        y_q, scale = kernels_triton.silu_and_mul_quant_triton(
+            x, self.activation.round_gate, quant.prepared(shape, scale), *quant.kernel_options
+        )
+        return quant.finished(y_q, scale)
+
+    forward_hip = forward_xpu = forward_cuda
 
     @classmethod
     def cases(cls) -> Iterator[Case]:
