@@ -14,19 +14,22 @@ FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 KINDS = [GroupShape.PER_TENSOR, GroupShape.PER_TOKEN, GroupShape(1, 128), GroupShape(1, 5)]
 
 
-def same(got, want):
-    """The scales are equal to fp32's last bit, and the values in all but a few roundings."""
+def same(got, want, inside=0.0):
+    """The scales are equal to fp32's last bit, and the values in all but a few roundings.
+
+    ``inside``: the relative error of a rounding on the way to them.
+    """
     (q, scale), (want_q, want_scale) = got[:2], want[:2]
     assert q.shape == want_q.shape
     assert q.dtype == want_q.dtype
     assert scale.shape == want_scale.shape
-    assert torch.allclose(scale, want_scale, rtol=2.4e-7, atol=0, equal_nan=True)
+    assert torch.allclose(scale, want_scale, rtol=max(2.4e-7, inside), atol=0, equal_nan=True)
     assert torch.equal(q.float().isnan(), want_q.float().isnan())
     numbers = ~q.float().isnan()  # the sign of a NaN is nobody's
     bits, want_bits = q.view(torch.uint8).int()[numbers], want_q.view(torch.uint8).int()[numbers]
     apart = (bits - want_bits).abs()
     assert int(apart.max() if apart.numel() else 0) <= 1
-    assert int(apart.sum()) <= 1 + apart.numel() // 500
+    assert int(apart.sum()) <= 1 + apart.numel() // (20 if inside else 500)
 
 
 @pytest.mark.parametrize("format_", [FN, FNUZ])
@@ -98,11 +101,11 @@ def test_behind_a_gate_and_a_norm(static, kind, width):
     scale = (torch.tensor([0.02]),) if static else ()
     x, residual = torch.randn(3, 2 * width).half(), torch.randn(3, width).half()
     gated = SiluAndMulQuant(static, kind)
-    same(gated.forward_cuda(x, *scale), gated.forward_native(x, *scale))
+    same(gated.forward_cuda(x, *scale), gated.forward_native(x, *scale), 1e-3)
     norm = RMSNormQuant(width, static=static, group_shape=kind)
     norm.norm.weight.data = torch.rand(width).half() + 0.5
     y = x[:, width:]
-    same(norm.forward_cuda(y, None, *scale), norm.forward_native(y, None, *scale))
+    same(norm.forward_cuda(y, None, *scale), norm.forward_native(y, None, *scale), 1e-3)
     got, want = norm.forward_cuda(y, residual, *scale), norm.forward_native(y, residual, *scale)
-    same(got, want)
+    same(got, want, 1e-3)
     assert torch.equal(got[2], want[2])
