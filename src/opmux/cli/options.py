@@ -13,12 +13,18 @@ from typing import TYPE_CHECKING, Any
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 from ..core.errors import ConfigError, did_you_mean
-from . import doctor, explain, list_ops, run
+from . import doctor, explain, list_ops, run, verify
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-COMMANDS: dict[str, ModuleType] = {"run": run, "list": list_ops, "explain": explain, "doctor": doctor}
+COMMANDS: dict[str, ModuleType] = {
+    "run": run,
+    "list": list_ops,
+    "explain": explain,
+    "doctor": doctor,
+    "verify": verify,
+}
 
 CONFIG = "compilation_config"
 # As opmux.core.config has it, which imports torch: neither --help nor a usage error should wait for that.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,6 +55,11 @@ class Subject:
         )
 
 
+def plain(value: Any) -> Any:
+    """``value``, or its name where JSON has no such number (NaN, infinity)."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
 @dataclass(frozen=True)
 class Element:
     """The first element that is wrong."""
@@ -80,7 +86,7 @@ class Failure:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data, ready for JSON."""
-        element = None if self.element is None else vars(self.element)
+        element = None if self.element is None else {k: plain(v) for k, v in vars(self.element).items()}
         return {
             "op": self.subject.cls.name,
             "method": self.subject.method,

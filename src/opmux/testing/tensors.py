@@ -49,15 +49,19 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
         return False
     if one.numel() == 0:
         return True
-    left, right = (t.detach().contiguous().flatten().view(torch.uint8) for t in (one, other))
-    return torch.equal(left, right)
+    return torch.equal(_bytes(one), _bytes(other))
 
 
 def first_difference(one: Tensor, other: Tensor) -> tuple[int, ...]:
     """The index of the first element whose bits differ; both have one shape."""
-    width = one.element_size()
-    left, right = (t.detach().contiguous().flatten().view(torch.uint8).view(-1, width) for t in (one, other))
-    return unravelled(int((left != right).any(1).nonzero()[0]), one.shape)
+    return unravelled(int((_bytes(one) != _bytes(other)).any(1).nonzero()[0]), one.shape)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """[elements, bytes of one]."""
+    # A tensor of one element counts as contiguous whatever its strides, and view() looks at them.
+    dense = x.detach().contiguous().as_strided((x.numel(),), (1,))
+    return dense.view(torch.uint8).view(-1, x.element_size())
 
 
 def unravelled(flat: int, shape: torch.Size) -> tuple[int, ...]:
