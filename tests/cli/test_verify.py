@@ -22,7 +22,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def forward_cpu(self: SiluAndMul, x: Tensor) -> Tensor:
         out = good(self, x).clone()
-        if x.shape[0] == 7:
+        if x.shape[0] == 7 and out.numel():
             out.view(-1)[-1] = 1e3
         return out
 
