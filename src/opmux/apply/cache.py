@@ -54,6 +54,13 @@ class GrowingLayer(DynamicLayer):
         keys, values = self.append(key_states.transpose(1, 2), value_states.transpose(1, 2))
         return keys.transpose(1, 2), values.transpose(1, 2)
 
+    @property
+    def address(self) -> tuple[int, int]:
+        """Where the buffers are."""
+        if self._keys is None or self._values is None:
+            return 0, 0
+        return self._keys.data_ptr(), self._values.data_ptr()
+
     def has_room(self, batch: int, count: int) -> bool:
         """Whether the buffers take ``count`` more tokens as they are."""
         keys, owned = self._keys, self._owned

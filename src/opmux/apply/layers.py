@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core.custom_op import CustomOp
 from . import probe
 from .attention import CACHE_NAMES, AttentionBinding, attention_steps
 from .binding import Binding, bound, parameter_names
@@ -68,6 +69,13 @@ class LayerBinding(Binding):
         if self.multiplier != 1.0:
             x = x * self.multiplier
         return x, residual
+
+    def all_ops(self) -> Iterator[CustomOp]:
+        """Every op that the layer calls."""
+        yield from (op for op in (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp) if op)
+        for binding in (self.attention, self.mlp_binding):
+            if binding is not None:
+                yield from (op for _, op, _ in binding.ops())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         named = dict(zip(self.names, args, strict=False)) | kwargs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from .binding import Binding, bound, parameter_names
 from .cache import grow_in_place
 from .layers import LayerBinding
 from .norms import NormBinding
+from .replay import Replay
 from .rope import RopeTable
 
 # What the fast path passes over: they change nothing here.
@@ -48,6 +50,8 @@ class ModelBinding(Binding):
         self.table = RopeTable(rotary, ropes[0])
         self.output, self.output_cache, self.scale = output, output_cache, scale
         self.longest = _longest(module, self.layers)
+        self.replay = Replay()
+        self.stack_ops = [op for layer in self.layers for op in layer.all_ops()] + [self.norm]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # masks and caches of transformers trace well; ours would guard on lengths
@@ -64,13 +68,21 @@ class ModelBinding(Binding):
         if self.scale != 1.0:
             hidden = hidden * self.scale
         cos, sin = self.table(hidden, positions, start + hidden.shape[1])
+        if hidden.shape[1] == 1 and mask is None and cache is not None:
+            layers = cache.layers[: len(self.layers)]
+            run = partial(self._through_layers, mask=None, cache=cache)
+            last = self.replay.step(hidden, cos, sin, layers, self.stack_ops, run)
+        else:
+            last = self._through_layers(hidden, cos, sin, mask, cache)
+        return self.output(**{"last_hidden_state": last, self.output_cache: cache})
+
+    def _through_layers(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: Any) -> Tensor:
         delta, residual = hidden, None
         for layer in self.layers:
             delta, residual = layer.run(delta, residual, cos, sin, mask, cache, True)
         if delta is residual:  # a last sum without a norm behind it has been made already
-            return self.output(**{"last_hidden_state": self.norm(delta), self.output_cache: cache})
-        hidden, _ = self.norm(delta, residual)
-        return self.output(**{"last_hidden_state": hidden, self.output_cache: cache})
+            return self.norm(delta)
+        return self.norm(delta, residual)[0]
 
     def _plain(self, named: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None, Any, int] | None:
         """(embedded tokens, positions, mask, cache, tokens in the cache) of a call that the fast path takes."""
