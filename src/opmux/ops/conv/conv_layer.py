@@ -67,11 +67,11 @@ class ConvLayer(CustomOp):
 
     def forward_native(self, x: Tensor) -> Tensor:
         self._check(x)
-        padding = self.padding
+        padding: tuple[int, ...] | str = self.padding
         if self.padding_mode != "zeros" and any(map(any, self.margins)):
             # F.pad takes the last dimension first.
             x = F.pad(x, [n for margin in reversed(self.margins) for n in margin], mode=self.padding_mode)
-            padding = 0
+            padding = (0,) * self.rank
         return type(self).convolve(x, self.weight, self.bias, self.stride, padding, self.dilation, self.groups)
 
     def _matrix_only(self, x: Tensor) -> str | None:

@@ -42,18 +42,20 @@ void with_format(int64_t code, const Body& body) {
   else body(static_cast<E4M3FNUZ*>(nullptr));
 }
 
-// v, at most F::kMax in size, rounded to nearest even. The code is in the low byte.
+// v, saturated at F::kMax and rounded to nearest even. The code is in the low byte.
 template <class F>
 vu encode(vf v) {
-  const vu sign = (vu)v & 0x80000000u;
-  const vu magnitude = (vu)v ^ sign;
+  const vu most = (vu)splat(F::kMax);
+  const vu sign = ((vu)v >> 24) & 0x80;
+  vu magnitude = (vu)v & 0x7fffffff;
+  magnitude = magnitude < most ? magnitude : most;  // in integers: one instruction, and NaN is put back below
   // Adding a number whose last mantissa bit is worth the smallest subnormal makes the addition do the rounding.
   const vu magic = vu{} + ((F::kMinNormal + 20) << 23);
   const vu subnormal = (vu)((vf)magnitude + (vf)magic) - magic;
   const vu normal = (magnitude + 0x7ffff + ((magnitude >> 20) & 1) - ((F::kMinNormal - 1) << 23)) >> 20;
   const vu code = (vi)magnitude < static_cast<int32_t>(F::kMinNormal << 23) ? subnormal : normal;
-  if constexpr (std::is_same_v<F, E4M3FN>) return (v == v ? code : vu{} + 0x7f) | (sign >> 24);
-  else return v == v ? code | (code != 0 ? sign >> 24 : vu{}) : vu{} + 0x80;
+  if constexpr (std::is_same_v<F, E4M3FN>) return (v == v ? code : vu{} + 0x7f) | sign;
+  else return v == v ? code | (code != 0 ? sign : vu{}) : vu{} + 0x80;
 }
 
 using vb = uint8_t __attribute__((vector_size(kLanes)));
@@ -93,10 +95,14 @@ float largest(const X* x, int64_t n, V mask) {
     const V v = load_bits<V>(x + i + k, part) & mask;
     most[0] = v > most[0] ? v : most[0];
   });
-  most[0] = most[0] > most[1] ? most[0] : most[1];
-  uint32_t bits = 0;
-  for (int k = 0; k < kStep; ++k) bits = std::max<uint32_t>(bits, most[0][k]);
-  return from_magnitude(x, bits);
+  V all = most[0] > most[1] ? most[0] : most[1];
+  for (int half = kStep / 2; half; half /= 2) {
+    V other, order;
+    for (int k = 0; k < kStep; ++k) order[k] = k ^ half;
+    other = __builtin_shuffle(all, order);
+    all = all > other ? all : other;
+  }
+  return from_magnitude(x, all[0]);
 }
 
 // The largest absolute value, NaN if there is one, 0 of nothing.
@@ -128,36 +134,35 @@ float dynamic_scale(const Quantization& q, float most) {
   return scale;
 }
 
-// Saturates and rounds value(i, n), the scaled elements of a row.
+// Encodes value(i, n), the scaled elements of a row.
 template <class F, class Value>
 void encode_row(uint8_t* out, int64_t width, const Value& value) {
-  for_lanes(width, [&](int64_t i, auto n) {
-    vf v = value(i, n);
-    v = v > F::kMax ? splat(F::kMax) : v;
-    v = v < -F::kMax ? splat(-F::kMax) : v;
-    store_codes(out + i, encode<F>(v), n);
-  });
+  for_lanes(width, [&](int64_t i, auto n) { store_codes(out + i, encode<F>(value(i, n)), n); });
 }
 
 // One copy for the kernels that share it: it is most of their code.
 template <class F, class X>
 __attribute__((noinline)) void quantize_row(const Quantization& q, int64_t row, const X* x) {
   uint8_t* out = q.out + row * q.width;
-  const float* given = q.given ? q.given + row % q.matrix_rows / q.block_rows * q.groups : nullptr;
-  if (given && q.group == 1) {
-    encode_row<F>(out, q.width, [&](int64_t i, auto n) { return load(x + i, n) * (1.0f / load(given + i, n)); });
+  const float* scales = q.given ? q.given + row % q.matrix_rows / q.block_rows * q.groups : q.scales + row * q.groups;
+  if (q.given && q.group == 1) {
+    encode_row<F>(out, q.width, [&](int64_t i, auto n) { return load(x + i, n) * (1.0f / load(scales + i, n)); });
     return;
   }
+  const auto columns = [&](int64_t g) { return std::min(q.group, q.width - g * q.group); };
+  if (!q.given) {
+    // All of them first: each is a chain of dependent instructions, and the processor works on several chains at once.
+    float* made = q.scales + row * q.groups;
+    for (int64_t g = 0; g < q.groups; ++g) made[g] = dynamic_scale<F>(q, largest(x + g * q.group, columns(g)));
+  }
   for (int64_t g = 0; g < q.groups; ++g) {
-    const int64_t first = g * q.group;
-    const int64_t columns = std::min(q.group, q.width - first);
-    const float scale = given ? given[g] : dynamic_scale<F>(q, largest(x + first, columns));
-    if (!given) q.scales[row * q.groups + g] = scale;
+    const X* from = x + g * q.group;
+    const float scale = scales[g];
     if (q.divide) {
-      encode_row<F>(out + first, columns, [&](int64_t i, auto n) { return load(x + first + i, n) / scale; });
+      encode_row<F>(out + g * q.group, columns(g), [&](int64_t i, auto n) { return load(from + i, n) / scale; });
     } else {
       const float factor = 1.0f / scale;
-      encode_row<F>(out + first, columns, [&](int64_t i, auto n) { return load(x + first + i, n) * factor; });
+      encode_row<F>(out + g * q.group, columns(g), [&](int64_t i, auto n) { return load(from + i, n) * factor; });
     }
   }
 }
