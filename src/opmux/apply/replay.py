@@ -1,8 +1,8 @@
 """Decode steps on the CPU as a recorded list of kernel calls.
 
-At one token a layer's arithmetic takes about as long as the Python around its op calls. From one step to the next only
-the place in the cache moves, so two recorded steps say how every kernel argument depends on the step. A third, real step
-proves it: the same list of calls, and, replayed, the same bits. From then on a step is the list alone.
+At one token the Python around a layer's op calls takes a third as long as its arithmetic. From one step to the next
+only the place in the cache moves, so two recorded steps say how every kernel argument depends on the step. A third,
+real step proves it: the same list of calls, and, replayed, the same bits. From then on a step is the list alone.
 
 Whatever does not fit (another cache, batch or dtype, new cache memory, ops decided anew) is a real step, and recording
 begins again.

@@ -13,7 +13,7 @@ from ...core.custom_op import CustomOp
 from ...core.parameters import frozen
 from ...core.requires import requires
 from . import kernels_cpu
-from .replicated_linear import _random_weight
+from .product import random_parameters
 
 __all__ = ["LinearSiluAndMul"]
 
@@ -72,7 +72,7 @@ class LinearSiluAndMul(CustomOp):
                 args=lambda inputs, t=t, i=i: (inputs.randn(t, i),),
                 dims={"T": t, "in": i, "I": d},
                 bench=(t, i, d) in sizes,
-                prepare=_random_weight,
+                prepare=random_parameters,
             )
 
     @classmethod

@@ -1,0 +1,111 @@
+"""Decode steps that are replayed: the same bits as real steps, and real steps again where anything changed."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+import opmux
+from opmux.apply.binding import bound
+from opmux.native import library
+
+pytestmark = pytest.mark.skipif(not library.available, reason="replays kernels of the compiled CPU library")
+
+
+@pytest.fixture
+def model() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=128, max_position_embeddings=1024,
+    )  # fmt: skip
+    made = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+    opmux.apply(made)
+    return made
+
+
+@torch.no_grad()
+def decode(model: Any, steps: int, batch: int = 1, cache: Any = None) -> torch.Tensor:
+    """Logits of ``steps`` one-token steps behind a prompt of five tokens."""
+    ids = torch.arange(5 * batch).view(batch, 5) % 128
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    model(ids, past_key_values=cache)
+    made = []
+    for step in range(steps):
+        made.append(model(ids[:, :1] + step, past_key_values=cache).logits)
+    return torch.cat(made, 1)
+
+
+def replay_of(model: Any) -> Any:
+    return bound(model.model).replay
+
+
+def without_replay(model: Any) -> Any:
+    twin = copy.deepcopy(model)
+    replay_of(twin)._useless = True
+    return twin
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_replayed_steps_equal_real_ones(model: Any, batch: int) -> None:
+    want = decode(without_replay(model), 12, batch)
+    assert torch.equal(decode(model, 12, batch), want)
+    assert replay_of(model)._proven
+    assert torch.equal(decode(model, 12, batch), want), "another cache"
+
+
+def test_growing_past_the_cache_s_memory(model: Any) -> None:
+    assert torch.equal(decode(model, 300), decode(without_replay(model), 300))
+
+
+def test_changed_weights_are_seen(model: Any) -> None:
+    decode(model, 6)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.mul_(2)
+        model.model.layers[1].input_layernorm.weight = torch.nn.Parameter(torch.full((64,), 0.5, dtype=torch.bfloat16))
+    twin = without_replay(model)
+    assert torch.equal(decode(model, 8), decode(twin, 8))
+
+
+def test_a_hook_inside_fires(model: Any) -> None:
+    decode(model, 6)
+    seen = []
+    model.model.layers[0].mlp.register_forward_hook(lambda *a: seen.append(1))
+    decode(model, 3)
+    assert len(seen) == 4
+
+
+def test_calls_are_counted(model: Any) -> None:
+    report = opmux.apply(model)
+    decode(model, 10)
+    calls = sum(report.counters()["rms_norm"]["calls"].values())
+    assert calls == 11 * 5
+
+
+def test_results_are_the_caller_s_own(model: Any) -> None:
+    first = decode(model, 8)
+    kept = first.clone()
+    decode(model, 8)
+    assert torch.equal(first, kept)
+
+
+def test_crop_and_continue(model: Any) -> None:
+    def run(m: Any) -> torch.Tensor:
+        cache = DynamicCache(config=m.config)
+        decode(m, 8, cache=cache)
+        cache.crop(-4)
+        with torch.no_grad():
+            return torch.cat([m(torch.tensor([[t]]), past_key_values=cache).logits for t in range(5)])
+
+    assert torch.equal(run(model), run(without_replay(model)))
+
+
+def test_inference_mode_and_no_grad_mix(model: Any) -> None:
+    want = decode(without_replay(model), 8)
+    with torch.inference_mode():
+        assert torch.equal(decode(model, 8), want)
+    assert torch.equal(decode(model, 8), want)

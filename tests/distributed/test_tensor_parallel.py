@@ -1,0 +1,139 @@
+"""Sharded ops against one process, over gloo, for 1 to 4 ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from opmux import distributed
+from opmux.distributed import TensorParallelError, init_tensor_parallel, tensor_parallel
+
+IN, OUT, HEADS, SIZE = 24, 48, 12, 8
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def column(gather: bool) -> Tensor:
+    from opmux.ops import ColumnParallelLinear
+
+    op = ColumnParallelLinear(IN, OUT, gather_output=gather, return_bias=False)
+    op.load_weight(randn(OUT, IN), randn(OUT))
+    y = op(randn(5, IN))
+    return y if gather else op.tp.all_gather(y)
+
+
+def row(split: bool) -> Tensor:
+    from opmux.ops import RowParallelLinear
+
+    op = RowParallelLinear(IN, OUT, input_is_parallel=split, return_bias=False)
+    op.load_weight(randn(OUT, IN), randn(OUT))
+    x = randn(5, IN)
+    return op(x.chunk(op.tp.size, -1)[op.tp.rank] if split else x)
+
+
+def merged() -> Tensor:
+    from opmux.ops import MergedColumnParallelLinear
+
+    op = MergedColumnParallelLinear(IN, [OUT, 2 * OUT], return_bias=False)
+    weights, biases = [randn(OUT, IN), randn(2 * OUT, IN)], [randn(OUT), randn(2 * OUT)]
+    op.load_shard(torch.cat(weights), None, torch.cat(biases))
+    whole = op.weight.clone()
+    op.weight.zero_()
+    op.load_shard(weights[1], 1, biases[1])  # by itself, into its own place
+    op.load_shard(weights[0], 0, biases[0])
+    assert torch.equal(op.weight, whole)
+    first, second = op(randn(5, IN)).split(op.local_sizes, -1)
+    return torch.cat((op.tp.all_gather(first), op.tp.all_gather(second)), -1)
+
+
+def qkv(kv_heads: int) -> Tensor:
+    from opmux.ops import QKVParallelLinear
+
+    op = QKVParallelLinear(IN, SIZE, HEADS, kv_heads, bias=False, return_bias=False)
+    q, k, v = randn(HEADS * SIZE, IN), randn(kv_heads * SIZE, IN), randn(kv_heads * SIZE, IN) * 2
+    op.load_shard(torch.cat((q, k, v)))
+    parts = op(randn(5, IN)).split(op.local_sizes, -1)
+    gathered = [op.tp.all_gather(p).unflatten(-1, (-1, SIZE)) for p in parts]
+    copies = op.num_kv_head_replicas  # every rank of a group holds the same key head
+    return torch.cat([gathered[0], gathered[1][:, ::copies], gathered[2][:, ::copies]], 1).flatten(1)
+
+
+CHECKS: dict[str, Callable[[], Tensor]] = {
+    "column": lambda: column(False),
+    "column gathered": lambda: column(True),
+    "row split": lambda: row(True),
+    "row whole": lambda: row(False),
+    "merged": merged,
+    "qkv 12": lambda: qkv(12),
+    "qkv 4": lambda: qkv(4) if tensor_parallel().size != 3 else torch.zeros(0),
+    "qkv 1": lambda: qkv(1),
+}
+
+
+def worker(rank: int, size: int, port: int, queue: Any) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=size)
+    init_tensor_parallel()
+    results = {name: check().numpy() for name, check in CHECKS.items()}
+    try:
+        from opmux.ops import ColumnParallelLinear
+
+        ColumnParallelLinear(IN, size * 7 + 1)
+        error = ""
+    except TensorParallelError as e:
+        error = str(e)
+    if rank == 0:
+        queue.put((results, error))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_ranks_together_give_one_process_s_answer(size: int) -> None:
+    context = mp.get_context("spawn")
+    queue = context.Queue()
+    port = 29510 + size + os.getpid() % 400
+    ranks = [context.Process(target=worker, args=(rank, size, port, queue)) for rank in range(size)]
+    for process in ranks:
+        process.start()
+    results, error = queue.get(timeout=120)
+    for process in ranks:
+        process.join(60)
+        assert process.exitcode == 0
+    for name, check in CHECKS.items():
+        got = torch.from_numpy(results[name])
+        if got.numel():
+            torch.testing.assert_close(got, check(), rtol=1e-5, atol=1e-5)
+    assert str(size) in error
+    assert str(size * 7 + 1) in error
+
+
+def test_without_a_process_group_the_error_says_what_to_do() -> None:
+    with pytest.raises(TensorParallelError, match="torchrun"):
+        init_tensor_parallel()
+    assert tensor_parallel() is distributed.ALONE
+
+
+def test_a_bias_that_nobody_would_add_once_is_refused() -> None:
+    from opmux.ops import RowParallelLinear
+
+    with pytest.raises(ValueError, match="skip_bias_add"):
+        RowParallelLinear(IN, OUT, reduce_results=False)
+
+
+@pytest.mark.parametrize("shard_id", [2, -1, (0, 5), "q"])
+def test_a_shard_that_is_not_there_is_refused(shard_id: Any) -> None:
+    from opmux.ops import MergedColumnParallelLinear
+
+    with pytest.raises(ValueError, match="shard_id"):
+        MergedColumnParallelLinear(IN, [OUT, OUT]).load_shard(randn(OUT, IN), shard_id)
