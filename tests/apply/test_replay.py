@@ -36,7 +36,7 @@ def decode(model: Any, steps: int, batch: int = 1, cache: Any = None) -> torch.T
     model(ids, past_key_values=cache)
     made = []
     for step in range(steps):
-        made.append(model(ids[:, :1] + step, past_key_values=cache).logits)
+        made.append(model((ids[:, :1] + step) % 128, past_key_values=cache).logits)
     return torch.cat(made, 1)
 
 

@@ -72,6 +72,7 @@ class Replay:
                 mine.copy_(given)
             for layer in layers:
                 layer.take(1)
+            self._plan.count()
             return self._plan.replay(start).clone()
         return self._learn(start, inputs, ops, run)
 
@@ -159,9 +160,12 @@ class _Plan:
         self._move(start)
         for kernel, arguments in self._calls:
             kernel(*arguments)
+        return self._out
+
+    def count(self) -> None:
+        """Count the calls that a replay stands for."""
         for _, _, route, calls in self._taken:
             route.calls += calls
-        return self._out
 
     def _move(self, start: int) -> None:
         steps = start - self._start
