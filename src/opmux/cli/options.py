@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jsonargparse import ArgumentParser, Namespace, set_parsing_settings
 
 from ..core.errors import ConfigError, did_you_mean
-from . import doctor, explain, list_ops, run, verify
+from . import bench, doctor, explain, list_ops, run, verify
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,6 +24,7 @@ COMMANDS: dict[str, ModuleType] = {
     "explain": explain,
     "doctor": doctor,
     "verify": verify,
+    "bench": bench,
 }
 
 CONFIG = "compilation_config"
