@@ -66,7 +66,14 @@ inline float sum(vf v) {
 
 // ---- Storage bits <-> fp32 ----
 
-inline vf from_bf16(vh h) { return (vf)(__builtin_convertvector(h, vu) << 16); }
+inline vf from_bf16(vh h) {
+#if defined(__AVX512F__)
+  // GCC makes five instructions of the conversion below, where two do: an add_rms_norm takes 30 % longer.
+  return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)h), 16);
+#else
+  return (vf)(__builtin_convertvector(h, vu) << 16);
+#endif
+}
 
 inline vh to_bf16(vf v) {
 #if defined(__AVX512BF16__)
