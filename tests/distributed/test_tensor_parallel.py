@@ -67,6 +67,30 @@ def qkv(kv_heads: int) -> Tensor:
     return torch.cat([gathered[0], gathered[1][:, ::copies], gathered[2][:, ::copies]], 1).flatten(1)
 
 
+def embedding(added: int) -> Tensor:
+    from opmux.ops import VocabParallelEmbedding
+
+    op = VocabParallelEmbedding(50 + added, IN, None, 50, padding_size=16)
+    op.load_weight(randn(50 + added, IN))
+    return op(torch.tensor([[0, 7, 15, 16, 31, 32, 49], [-1, 50 + added, 10**6, 50 + added - 1, 48, 33, 50]]))
+
+
+def logits(added: int) -> Tensor:
+    from opmux.ops import LogitsProcessor, ParallelLMHead
+
+    head = ParallelLMHead(50 + added, IN, org_num_embeddings=50, padding_size=16)
+    head.load_weight(randn(50 + added, IN))
+    head.weight[~_held(head)] = float("nan")  # padding must never leak
+    return LogitsProcessor(50 + added, soft_cap=3.0, scale=0.5)(head, randn(5, IN))
+
+
+def _held(head: Any) -> Tensor:
+    rows, valid = head.vocabulary.rows(torch.arange(head.vocabulary.size))
+    held = torch.zeros(head.weight.shape[0], dtype=torch.bool)
+    held[rows[valid]] = True
+    return held
+
+
 CHECKS: dict[str, Callable[[], Tensor]] = {
     "column": lambda: column(False),
     "column gathered": lambda: column(True),
@@ -76,6 +100,10 @@ CHECKS: dict[str, Callable[[], Tensor]] = {
     "qkv 12": lambda: qkv(12),
     "qkv 4": lambda: qkv(4) if tensor_parallel().size != 3 else torch.zeros(0),
     "qkv 1": lambda: qkv(1),
+    "embedding": lambda: embedding(0),
+    "embedding with added tokens": lambda: embedding(5),
+    "logits": lambda: logits(0),
+    "logits with added tokens": lambda: logits(5),
 }
 
 

@@ -22,7 +22,7 @@ class ParallelLMHead(VocabParallelEmbedding):
 
     It is not called: ``LogitsProcessor`` multiplies by its weight, and adds its bias when given as ``embedding_bias``.
 
-    Shapes:  weight [padded vocabulary, H]; bias [padded vocabulary].
+    Shapes:  weight [padded vocabulary / ranks, H]; bias [padded vocabulary / ranks].
     Errors:  RuntimeError when called; ValueError from ``tie_weights`` if the two layouts differ.
 
     Args:
@@ -39,12 +39,14 @@ class ParallelLMHead(VocabParallelEmbedding):
         org_num_embeddings: int | None = None,
         padding_size: int = 64,
         *,
+        disable_tp: bool = False,
         enforce_enable: bool = False,
     ) -> None:
         super().__init__(
-            num_embeddings, embedding_dim, params_dtype, org_num_embeddings, padding_size, enforce_enable=enforce_enable
-        )
-        rows = self.vocabulary.total_padded
+            num_embeddings, embedding_dim, params_dtype, org_num_embeddings, padding_size, disable_tp=disable_tp,
+            enforce_enable=enforce_enable,
+        )  # fmt: skip
+        rows = self.vocabulary.local_rows
         self.bias = frozen(torch.zeros(rows, dtype=params_dtype)) if bias else None
 
     def tie_weights(self, embedding: VocabParallelEmbedding) -> ParallelLMHead:

@@ -12,6 +12,7 @@ from ...core.custom_op import CustomOp
 from ...core.lazy import lazy_module
 from ...core.parameters import frozen
 from ...core.requires import requires
+from ...distributed import ALONE, tensor_parallel
 from . import kernels_cpu
 from .vocabulary import Vocabulary
 
@@ -24,7 +25,7 @@ kernels_triton = lazy_module("opmux.ops.embedding.kernels_triton")
 class VocabParallelEmbedding(CustomOp):
     """Looks token ids up in a table whose vocabulary is padded to a multiple of ``padding_size``.
 
-    Shapes:  input_ids, any integer dtype and shape -> [*input_ids.shape, H]; weight [padded vocabulary, H].
+    Shapes:  input_ids, any integer dtype and shape -> [*input_ids.shape, H]; weight [padded vocabulary / ranks, H].
     Dtypes:  rows are copied bit for bit.
     Ids:     an id outside the vocabulary (negative, padding, too large) gives a row of zeros, on every platform and for
              every number of ranks; nothing is read outside the table and no device waits.
@@ -36,7 +37,9 @@ class VocabParallelEmbedding(CustomOp):
         embedding_dim: H.
         params_dtype: of the weight; None means torch's default.
         org_num_embeddings: the base vocabulary, before added tokens; None means ``num_embeddings``.
-        padding_size: base and total are padded to multiples of it.
+        padding_size: base and total are padded to multiples of it, and of the number of ranks.
+        disable_tp: hold the whole table on every rank.
+        reduce_results: sum over the ranks; without it ids of other ranks give zeros.
     """
 
     tolerance = Tolerance(ulp=0.0, fp32=0.0)
@@ -49,35 +52,50 @@ class VocabParallelEmbedding(CustomOp):
         org_num_embeddings: int | None = None,
         padding_size: int = 64,
         *,
+        disable_tp: bool = False,
+        reduce_results: bool = True,
         enforce_enable: bool = False,
     ) -> None:
         super().__init__(enforce_enable=enforce_enable)
+        self.tp = ALONE if disable_tp else tensor_parallel()
         self.embedding_dim = embedding_dim
-        self.vocabulary = Vocabulary.of(num_embeddings, org_num_embeddings, padding_size)
-        self.weight = frozen(torch.zeros(self.vocabulary.total_padded, embedding_dim, dtype=params_dtype))
+        self.reduce_results = reduce_results
+        self.vocabulary = Vocabulary.of(num_embeddings, org_num_embeddings, padding_size, self.tp)
+        self.weight = frozen(torch.zeros(self.vocabulary.local_rows, embedding_dim, dtype=params_dtype))
 
     def forward_native(self, input_ids: Tensor) -> Tensor:
         _check_ids(input_ids)
         rows, valid = self.vocabulary.rows(input_ids)
-        return torch.where(valid.unsqueeze(-1), self.weight[rows], 0)
+        return self._summed(torch.where(valid.unsqueeze(-1), self.weight[rows], 0))
 
     @requires(native_library=True, when=lambda self, input_ids: None if self.vocabulary.contiguous else NOT_CONTIGUOUS)
     def forward_cpu(self, input_ids: Tensor) -> Tensor:
         _check_ids(input_ids)
-        return kernels_cpu.embedding_cpu(_int64(input_ids), self.weight[: self.vocabulary.size], 0, True)
+        begin, end = self.vocabulary.base_shard
+        first, last, _ = self.vocabulary.added_shard
+        held = self.weight[: end - begin + last - first]
+        return self._summed(kernels_cpu.embedding_cpu(_int64(input_ids), held, begin, True))
 
     @requires(triton=True)
     def forward_cuda(self, input_ids: Tensor) -> Tensor:
         _check_ids(input_ids)
-        v = self.vocabulary
-        return kernels_triton.embedding_triton(input_ids, self.weight, 0, v.base, v.base, v.size, v.base_padded)
+        ranges = (*self.vocabulary.base_shard, *self.vocabulary.added_shard)
+        return self._summed(kernels_triton.embedding_triton(input_ids, self.weight, *ranges))
 
     forward_hip = forward_xpu = forward_cuda
 
-    def load_weight(self, checkpoint: Tensor) -> None:
-        """Copy an unpadded checkpoint table into the front rows, or one that is padded already, and zero the rest.
+    def _summed(self, rows: Tensor) -> Tensor:
+        """Every id has its row on one rank at most, and zeros on the others."""
+        return self.tp.all_reduce(rows) if self.reduce_results else rows
 
-        Errors: ValueError naming both sizes if the row count fits neither, or the width differs.
+    def load_weight(self, checkpoint: Tensor) -> None:
+        """Copy this rank's rows of a checkpoint's whole table and zero the rest.
+
+        Args:
+            checkpoint: [rows, H]; rows of the base vocabulary, of base and added tokens, or of a table padded as
+                this one is.
+
+        Errors: ValueError naming the sizes if the row count fits none of these, or the width differs.
         """
         v = self.vocabulary
         if checkpoint.shape[-1] != self.embedding_dim or checkpoint.shape[0] not in (v.base, v.size, v.total_padded):
@@ -85,15 +103,15 @@ class VocabParallelEmbedding(CustomOp):
                 f"The checkpoint's table is {tuple(checkpoint.shape)}; this layer takes {v.base} rows (base), {v.size} "
                 f"(with added tokens) or {v.total_padded} (padded), each of width {self.embedding_dim}."
             )
+        padded = checkpoint.shape[0] == v.total_padded
+        added = checkpoint[v.base_padded if padded else v.base :]
+        begin, end = v.base_shard
+        first, last, row = v.added_shard
         with torch.no_grad():
             self.weight.zero_()
-            if checkpoint.shape[0] == v.size and v.size != v.base:
-                self.weight[: v.base] = checkpoint[: v.base]
-                self.weight[v.base_padded : v.base_padded + v.size - v.base] = checkpoint[v.base :]
-            else:
-                self.weight[: checkpoint.shape[0]] = checkpoint
-                self.weight[v.base : v.base_padded] = 0
-                self.weight[v.base_padded + v.size - v.base :] = 0
+            self.weight[: end - begin] = checkpoint[begin:end]
+            if added.shape[0]:
+                self.weight[row : row + last - first] = added[first - v.base : last - v.base]
 
     def extra_repr(self) -> str:
         return f"{self.vocabulary.size}, {self.embedding_dim}, padded={self.vocabulary.total_padded}"

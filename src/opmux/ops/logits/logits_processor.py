@@ -30,7 +30,7 @@ class LogitsProcessor(CustomOp):
     scale``.
     The order is cap, then scale. A model that scales first (Cohere) passes ``scale`` and no cap, or caps by itself.
 
-    Shapes:  lm_head.weight [P, H]; hidden_states [..., H] -> [..., org_vocab_size]; embedding_bias [P].
+    Shapes:  lm_head.weight [P, H]; hidden_states [..., H] -> [..., org_vocab_size] on every rank; embedding_bias [P].
     Dtypes:  fp32, fp16, bf16; the product accumulates in fp32 and is rounded to the hidden states' dtype; cap and
              scale are fp32, rounded once.
     Mutates: nothing.      Grad: native only.
@@ -107,14 +107,16 @@ class LogitsProcessor(CustomOp):
     forward_hip = forward_xpu = forward_cuda
 
     def _cut(self, lm_head: VocabParallelEmbedding, logits: Tensor) -> Tensor:
-        """The columns of real tokens: the first ones, or the gathered ones where added tokens stand behind padding."""
-        rows = lm_head.weight.shape[0]
-        if rows < self.org_vocab_size:
-            raise ValueError(f"The head has {rows} rows; the logits of {self.org_vocab_size} tokens were asked for.")
+        """All ranks' logits, without the columns of padding."""
         vocabulary = getattr(lm_head, "vocabulary", None)
-        if vocabulary is not None and not vocabulary.contiguous and self.org_vocab_size > vocabulary.base:
+        if vocabulary is not None:
+            logits = lm_head.tp.all_gather(logits)
+        columns = logits.shape[-1]
+        if columns < self.org_vocab_size:
+            raise ValueError(f"The head has {columns} rows; the logits of {self.org_vocab_size} tokens were asked for.")
+        if vocabulary is not None and not vocabulary.columns_in_order and self.org_vocab_size > vocabulary.base:
             return logits[..., vocabulary.columns()[: self.org_vocab_size].to(logits.device)]
-        return logits if rows == self.org_vocab_size else logits[..., : self.org_vocab_size]
+        return logits if columns == self.org_vocab_size else logits[..., : self.org_vocab_size]
 
     def extra_repr(self) -> str:
         return f"{self.org_vocab_size}, scale={self.scale}, soft_cap={self.soft_cap}"
