@@ -9,6 +9,8 @@ References are float64 on the same inputs. What Triton's interpreter cannot tell
 from __future__ import annotations
 
 import functools
+import itertools
+import os
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -19,13 +21,17 @@ from torch import Tensor
 
 from opmux import ops
 from opmux.core import registry
-from opmux.core.cases import Inputs
+from opmux.core.cases import Inputs, Tolerance
+from opmux.core.requires import requirements_of
 from opmux.ops.activation import kernels_triton as activation
 from opmux.ops.attention import kernels_triton as attention
 from opmux.ops.embedding import kernels_triton as embedding
 from opmux.ops.linear import kernels_triton as linear
 from opmux.ops.logits import kernels_triton as logits
 from opmux.ops.norm import kernels_triton as norm
+from opmux.ops.quant import kernels_triton as quant
+from opmux.ops.quant.fp8 import GroupShape
+from opmux.ops.quant.quant_fp8 import QuantFP8
 from opmux.ops.rope import kernels_triton as rope
 from opmux.ops.rope.rotate import rotate
 
@@ -50,8 +56,16 @@ def expect(what: str, good: bool, detail: object = "") -> None:
 
 
 def close(what: str, out: Tensor, reference: Tensor, factor: float = 1.0) -> None:
-    """The relative L2 error is within the dtype's tolerance, and NaN never passes."""
+    """The relative L2 error is within the dtype's tolerance, and NaN never passes.
+
+    Of a few numbers the error is no average: one that lies half a unit off may be most of the norm. They are compared
+    one by one.
+    """
     reference = reference.double()
+    if out.numel() < 64 and factor == 1.0:
+        worst = Tolerance(1.0, 16.0).worst(out, reference)
+        expect(f"{what} {str(out.dtype)[6:]}", worst <= (16.0 if out.dtype == FP32 else 0.75), f"{worst:.2f} ulp")
+        return
     error = ((out.double() - reference).norm() / reference.norm().clamp(min=1e-30)).item()
     expect(
         f"{what} {str(out.dtype)[6:]}", out.shape == reference.shape and error <= factor * TOLERANCE[out.dtype], error
@@ -102,6 +116,29 @@ def check_norm(dtype: torch.dtype) -> None:
         body = total.float() * torch.rsqrt(total.float().square().mean(-1, keepdim=True) + EPS)
         body = w * body.to(dtype)
         expect(f"cast_first round_sum [{t},{h}] {dtype}", ulps(y, body) <= (8 if dtype == FP32 else 2), ulps(y, body))
+
+
+def check_other_norms(dtype: torch.dtype) -> None:
+    """Gated and layer norms, and the norm of heads before their rotation."""
+    for t, h, group in ((64, 4096, 4096), (1024, 4096, 512), (7, 769, 769), (7, 6, 3), (2, 65537, 65537)):
+        x, z, w = randn(t, h + 1, dtype=dtype)[:, 1:], randn(t, h, dtype=dtype), randn(h, dtype=dtype)
+        gate = F.silu(z.double())
+        for first in (True, False):
+            groups = (x.double() if first else x.double() * gate).unflatten(-1, (-1, group))
+            want = norm_reference(groups, None, group).flatten(-2) * w.double() * (gate if first else 1.0)
+            close(f"gated [{t},{h}] {group}", norm.rms_norm_gated_triton(x, z, w, EPS, group, first, False), want)
+        y = norm.layer_norm_triton(x, w, z[0], EPS)
+        want = F.layer_norm(x.double(), (h,), w.double(), z[0].double(), EPS)
+        close(f"layer_norm [{t},{h}]", y, want, 1.001)  # what cancels has no ulp to count
+    for t, n, k, d, r, neox in ((64, 32, 8, 128, 128, True), (9, 3, 2, 80, 32, True), (9, 3, 2, 64, 64, False)):
+        table, positions = table_of(4096, r), torch.randint(0, 4096, (t,), device=DEVICE)
+        packed, qw, kw = randn(t, (n + 2 * k) * d, dtype=dtype), randn(d, dtype=dtype), randn(d, dtype=dtype)
+        q, key, _ = packed.split([n * d, k * d, k * d], -1)
+        cos, sin = table[positions].double()[:, None].chunk(2, -1)
+        got = rope.qk_norm_rope_triton(positions, q, key, qw, kw, EPS, d, table, neox)
+        for y, x, w, heads in zip(got, (q, key), (qw, kw), (n, k), strict=True):
+            normed = norm_reference(x.unflatten(-1, (heads, d)).double(), w, d).flatten(1)
+            close(f"qk_norm_rope {t} {d} {r} {neox}", y, rope_reference(normed, heads, d, r, cos, sin, neox), 2.0)
 
 
 def ulps(a: Tensor, b: Tensor) -> int:
@@ -170,7 +207,9 @@ def check_rope(dtype: torch.dtype) -> None:
             close(f"rotary k {what}", b, reference(key, k))
             expect(f"rotary tail {what} {dtype}", torch.equal(a.view(t, n, d)[..., r:], q.reshape(t, n, d)[..., r:]))
             alone, none = rope.rotary_embedding(positions.int(), q.unflatten(-1, (n, d)), None, d, cache, neox)
-            expect(f"rotary without key {what} {dtype}", none is None and torch.equal(alone.flatten(1), a))
+            # Another compilation may contract other products into fused multiply-adds: the same to a rounding.
+            expect(f"rotary without key {what} {dtype}", none is None)
+            close(f"rotary without key {what}", alone.flatten(1), reference(q, n))
             positions[0] = 10**6
             a, _ = rope.rotary_embedding(positions, q, key, d, cache, neox)
             expect(f"rotary bad position {what} {dtype}", bool(a[0].isnan().all()) and not bool(a[1:].isnan().any()))
@@ -199,9 +238,33 @@ def check_rest(dtype: torch.dtype) -> None:
         close(f"logits cap, scale [{t},{v}]", y, 0.0625 * 30 * torch.tanh(z / 30))
         y = logits.softcap_scale_triton(x, v, 30.0, 0.0625, True, FP32)
         close(f"logits scale, cap [{t},{v}] from {dtype}", y, 30 * torch.tanh(z * 0.0625 / 30))
-    for t, i, o in ((1, 4096, 4096), (16, 4096, 4096), (3, 65, 33), (1, 7, 5)):
+    for t, i, o in ((1, 4096, 4096), (1, 14336, 4096), (1, 65, 33), (1, 7, 5)):
         x, w, b = randn(t, i, dtype=dtype), randn(o, i, dtype=dtype, scale=i**-0.5), randn(o, dtype=dtype)
-        close(f"linear [{t},{i}]x{o}", linear.linear_triton(x, w, b), x.double() @ w.double().T + b.double(), 4.0)
+        close(
+            f"linear [{t},{i}]x{o}", linear.linear_one_row_triton(x, w, b), x.double() @ w.double().T + b.double(), 4.0
+        )
+
+
+def check_quant(dtype: torch.dtype) -> None:
+    """Every kind of scale on real and odd widths, both formats, against the definition on the same inputs."""
+    kinds = [(True, GroupShape.PER_TENSOR)]
+    kinds += [(False, k) for k in (GroupShape.PER_TENSOR, GroupShape.PER_TOKEN, GroupShape(1, 128), GroupShape(1, 5))]
+    widths = (1, 7, 128, 200, 769, 4096, 14336, 33000)
+    for format_ in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
+        for (static, kind), width in itertools.product(kinds, widths):
+            op = QuantFP8(static, kind, dtype=format_)
+            x = randn(65, width + 1, dtype=dtype, scale=3.0)[:, 1:]
+            x[3], x[4, 0], x[5, 0] = 0.0, float("nan"), float("inf")
+            for source in (x[:3], x[:4].contiguous(), x[6:], x[4:5], x[5:6]):
+                scale = (torch.full((1,), 0.0153, device=DEVICE),) if static else ()
+                (q, s), (want_q, want_s) = op.forward_cuda(source, *scale), op.forward_native(source, *scale)
+                what = f"quant {tuple(source.shape)} {tuple(kind)} {'static' if static else ''} {format_} {dtype}"
+                expect(f"{what} scale", torch.allclose(s, want_s, rtol=2.4e-7, atol=0, equal_nan=True))
+                expect(f"{what} nan", torch.equal(q.float().isnan(), want_q.float().isnan()))
+                # A rounding may fall the other way where the quotient and the product lie across a tie.
+                apart = (q.float() - want_q.float()).nan_to_num().abs()
+                far = apart > 0.13 * want_q.float().nan_to_num().abs().clamp(min=2.0**-6)
+                expect(what, not bool(far.any()) and int((apart > 0).sum()) <= 1 + q.numel() // 500, int(far.sum()))
 
 
 def attention_reference(
@@ -284,19 +347,27 @@ def _guarded(part: Callable[[torch.dtype], None], dtype: torch.dtype) -> None:
 
 
 def check_ops(dtype: torch.dtype) -> None:
-    """Every op with a GPU method, called as a user calls it, on its own cases and within its own tolerance."""
+    """Every op with a GPU method, called as a user calls it, on its own cases and within its own tolerance.
+
+    With ``SHARE=i/n`` in the environment, the i-th of every n cases.
+    """
+    share, of = (int(part) for part in os.environ.get("SHARE", "0/1").split("/"))
     for name, cls in sorted(registry.op_registry.items()):
         if not hasattr(cls.forward_cuda, "__opmux_requires__"):
             continue
-        for case in cls.cases():
-            if cls.cost(case, dtype).size_bytes > 3e8:
+        for case in itertools.islice(cls.cases(), share, None, of):
+            if cls.cost(case, dtype).size_bytes > 1e8:
                 continue
             inputs = Inputs(dtype, DEVICE)
             op = case.build(cls, inputs)
+            when = requirements_of(cls.forward_cuda).when
+            if when is not None and when(op, *case.args(inputs)):
+                continue
             got, want = op(*case.args(inputs)), op.double().forward_native(*(_double(a) for a in case.args(inputs)))
             pairs = zip(_tensors(got), _tensors(want), strict=True)
-            worst = max((cls.tolerance.worst(out, reference) for out, reference in pairs), default=0.0)
-            expect(f"op {name} {case.name} {dtype}", worst <= cls.tolerance.bound(dtype), f"{worst:.1f} ulp")
+            for out, reference in pairs:
+                worst = cls.tolerance.worst(out, reference)
+                expect(f"op {name} {case.name} {dtype}", worst <= cls.tolerance.bound(out.dtype, dtype), f"{worst:.1f}")
 
 
 def _tensors(value: object) -> list[Tensor]:
@@ -330,8 +401,11 @@ def check_odd(dtype: torch.dtype) -> None:
     z = randn(3, 130, dtype=dtype)
     y = logits.softcap_scale_triton(z, 101, 5.0, 2.0, False, None)
     close("odd logits", y, 10 * torch.tanh(z[:, :101].double() / 5))
-    x, w, b = randn(3, 65, dtype=dtype), randn(33, 65, dtype=dtype), randn(33, dtype=dtype)
-    close("odd linear", linear.linear_triton(x, w, b), x.double() @ w.double().T + b.double(), 4.0)
+    for group in (0, -1, 128, 5):
+        q, s = quant.launch(randn(3, 769, dtype=dtype), None, None, torch.float8_e4m3fn, group, False)
+        expect(f"odd quant {group} {dtype}", not bool(q.float().isnan().any()) and bool((s > 0).all()))
+    x, w, b = randn(1, 65, dtype=dtype), randn(33, 65, dtype=dtype), randn(33, dtype=dtype)
+    close("odd linear", linear.linear_one_row_triton(x, w, b), x.double() @ w.double().T + b.double(), 4.0)
     for s, length, d in ((5, 67, 72), (70, 70, 80), (1, 300, 40)):
         q, k, v = qkv(1, s, length, 4, 2, d)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
@@ -350,8 +424,9 @@ def check_streams(dtype: torch.dtype) -> None:
 
 
 CHECKS = {
-    "norm": check_norm, "activation": check_activation, "rope": check_rope, "rest": check_rest,
-    "attention": check_attention, "ops": check_ops, "odd": check_odd, "64-bit": check_64_bit, "streams": check_streams,
+    "norm": check_norm, "other-norms": check_other_norms, "activation": check_activation, "rope": check_rope,
+    "rest": check_rest, "quant": check_quant, "attention": check_attention, "ops": check_ops, "odd": check_odd,
+    "64-bit": check_64_bit, "streams": check_streams,
 }  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Times the Triton kernels of the first ops on one GPU; ``gpu_checks.py`` beside this one must be green first.
 
     python benchmarks/gpu_first_ops.py host                # host time of one eager call
-    python benchmarks/gpu_first_ops.py tune                # every candidate tile: the kernels' rules come from here
+    python benchmarks/gpu_first_ops.py tune quant          # every candidate tile: the kernels' rules come from here
     python benchmarks/gpu_first_ops.py attention linear    # beside the vendor's libraries
     python benchmarks/gpu_first_ops.py table peers.json    # a result of the peers harness as a table with the anchors
 
@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_checks import DEVICE, EPS, FP32, qkv, randn, table_of
+from gpu_checks import BF16, DEVICE, EPS, FP32, qkv, randn, table_of
 from torch import Tensor
 
 from opmux.ops.activation import kernels_triton as activation
@@ -32,6 +32,8 @@ from opmux.ops.embedding import kernels_triton as embedding
 from opmux.ops.linear import kernels_triton as linear
 from opmux.ops.logits import kernels_triton as logits
 from opmux.ops.norm import kernels_triton as norm
+from opmux.ops.norm.rms_norm import RMSNorm
+from opmux.ops.quant import kernels_triton as quant
 from opmux.ops.rope import kernels_triton as rope
 
 # Best peer's microseconds (H200, torch 2.11, Triton 3.6; vLLM, FlashInfer, Liger, FlagGems, quack and torch.compile).
@@ -55,6 +57,20 @@ ANCHORS = {
     "vocab_embedding gather T=16384 [128256,4096]": 67.8,
     "logits softcap*scale [1,128256] bf16": 1.8, "logits softcap*scale [64,128256] bf16": 10.9,
     "logits softcap*scale ->fp32 [64,128256] bf16": 14.3,
+    "qk_norm+rope T=64 32+8 heads x128": 2.6, "qk_norm+rope T=16384 32+8 heads x128": 138,
+    "gated_rms_norm T=64 H=4096": 3.6, "gated_rms_norm T=1024 H=4096": 9.5, "gated_rms_norm T=16384 H=4096": 100,
+    "quant_fp8 tensor static [64,4096]": 1.8, "quant_fp8 tensor dynamic [64,4096]": 5.3,
+    "quant_fp8 token dynamic [64,4096]": 2.3, "quant_fp8 group128 [64,4096]": 2.2,
+    "quant_fp8 tensor static [16384,4096]": 48.7, "quant_fp8 tensor dynamic [16384,4096]": 97.0,
+    "quant_fp8 token dynamic [16384,4096]": 66.1, "quant_fp8 group128 [16384,4096]": 59.7,
+    "quant_fp8 tensor static [16384,14336]": 166, "quant_fp8 tensor dynamic [16384,14336]": 288,
+    "quant_fp8 token dynamic [16384,14336]": 204, "quant_fp8 group128 [16384,14336]": 202,
+    "silu_and_mul+static quant T=64 d=14336": 3.5, "silu_and_mul+static quant T=16384 d=14336": 344,
+    "silu_and_mul+token quant T=64 d=14336": 8.9, "silu_and_mul+token quant T=16384 d=14336": 556,
+    "silu_and_mul+group128 quant T=64 d=14336": 4.0, "silu_and_mul+group128 quant T=16384 d=14336": 556,
+    "rms_norm+static quant T=64 H=4096": 2.4, "rms_norm+static quant T=16384 H=4096": 75.1,
+    "rms_norm+token quant T=64 H=4096": 3.0, "rms_norm+token quant T=16384 H=4096": 106,
+    "rms_norm+group128 quant T=64 H=4096": 4.6, "rms_norm+group128 quant T=16384 H=4096": 106,
     "mm_encoder_attn 8x1024 tokens 16x80": 110, "mm_encoder_attn 64x64 tokens 16x80": 27.8,
 }  # fmt: skip
 
@@ -71,6 +87,21 @@ def extra(case: Any) -> list[tuple[str, Callable[[dict[str, Tensor]], Any]]]:
     def encoder(s: dict[str, Tensor]) -> Tensor:
         q, k, v = (s[name].view(s["sl"].numel(), -1, 16, 80) for name in "qkv")
         return attention.attention_triton(q, k, v, None, 80**-0.5, False, 0, 0.0).view(-1, 16, 80)
+
+    def quantized(scale: bool, group: int, op: str = "") -> Callable[[dict[str, Tensor]], Any]:
+        def call(s: dict[str, Tensor]) -> Any:
+            last = (s["sc"] if scale else None, *([None] if not op else []), torch.float8_e4m3fn, group, False)
+            if op == "silu":
+                return quant.silu_and_mul_quant_triton(s["x"], False, *last)
+            if op == "norm":
+                return quant.rms_norm_quant_triton(s["x"], s["w"], EPS, s["x"].shape[-1], False, *last)
+            return quant.quant_fp8_triton(s["x"], *last)
+
+        return call
+
+    def normed_rope(s: dict[str, Tensor]) -> Any:
+        q, k, _ = s["qkv"].split([4096, 1024, 1024], -1)
+        return rope.qk_norm_rope_triton(s["pos"], q, k, s["qw"], s["kw"], EPS, 128, s["cs32"], True)
 
     ours: dict[str, Callable[[dict[str, Tensor]], Any]] = {
         "rms_norm": rms,
@@ -90,6 +121,20 @@ def extra(case: Any) -> list[tuple[str, Callable[[dict[str, Tensor]], Any]]]:
             s["x"], s["x"].shape[-1], 30.0, 0.5, False, FP32
         ),
         "mm_encoder_attn": encoder,
+        "qk_norm+rope": normed_rope,
+        "gated_rms_norm": lambda s: norm.rms_norm_gated_triton(
+            s["x"], s["z"], s["w"], EPS, s["x"].shape[-1], True, False
+        ),
+        **{
+            f"{before}{kind}": quantized(scale, group, op)
+            for op, before, kinds in (
+                ("", "quant_fp8 ", ("tensor static", "tensor dynamic", "token dynamic", "group128")),
+                ("silu", "silu_and_mul+", ("static quant", "", "token quant", "group128 quant")),
+                ("norm", "rms_norm+", ("static quant", "", "token quant", "group128 quant")),
+            )
+            for kind, (scale, group) in zip(kinds, ((True, 0), (False, 0), (False, -1), (False, 128)), strict=True)
+            if kind
+        },
     }
     return [("opmux", ours[case.op])] if case.op in ours else []
 
@@ -196,50 +241,76 @@ def compare(
     print(f"{what}: {shown}{used}", flush=True)
 
 
+HINTS = [(hint, store) for hint in ("", "evict_first") for store in ("", ".cs")]
+
+
 def tune() -> None:
     """Every candidate tile of every memory-bound kernel."""
+    Tile = norm.Tile
     for h in (4096, 8192):
+        cuts = [(1, 4), (1, 8), (1, 16), (2, 8), (2, 16), (4, 16)] if h == 4096 else [(1, 8), (1, 16), (1, 32), (2, 16)]
         for t in (1, 1024, 16384):
             for add in (False, True):
                 make = lambda t=t, h=h: (randn(t, h), randn(t, h), randn(h))  # noqa: E731
                 compare(
-                    f"{'add+' if add else ''}rms T={t} H={h} (rows,block,warps)", t * h * (8 if add else 4), make,
+                    f"{'add+' if add else ''}rms T={t} H={h}", t * h * (8 if add else 4), make,
                     {
                         c: lambda s, c=c, add=add, h=h: norm.launch(
                             s[0], s[1] if add else None, s[2], EPS, h, 0.0, False, False, c
                         )
-                        for c in [(1, h, w) for w in (4, 8, 16, 32)] + [(2, h, w) for w in (8, 16)]
+                        for c in [Tile(r, h, w, *hint) for r, w in cuts for hint in HINTS]
                     },
                     norm.tile(h),
                 )  # fmt: skip
     compare(
-        "head norm T=65536x128", 65536 * 512, lambda: (randn(65536, 128), randn(128)),
+        "gated T=16384 H=4096", 16384 * 4096 * 6, lambda: (randn(16384, 4096), randn(16384, 4096), randn(4096)),
         {
-            c: lambda s, c=c: norm.launch(s[0], None, s[1], EPS, 128, 0.0, False, False, c)
-            for c in [(r, 128, w) for r in (8, 16, 32, 64) for w in (4, 8)]
+            c: lambda s, c=c: norm.launch_gated(*s, EPS, 4096, True, False, c)
+            for c in [Tile(r, 4096, w) for r, w in ((1, 4), (1, 8), (1, 16), (2, 8), (2, 16))]
         },
-        norm.tile(128),
+        norm.tile(4096),
+    )  # fmt: skip
+    compare(
+        "layer norm T=16384 H=4096", 16384 * 4096 * 4, lambda: (randn(16384, 4096), randn(4096), randn(4096)),
+        {
+            c: lambda s, c=c: norm.launch_layer_norm(*s, EPS, c)
+            for c in [Tile(r, 4096, w) for r, w in ((1, 4), (1, 8), (1, 16), (2, 8), (2, 16))]
+        },
+        norm.tile(4096),
     )  # fmt: skip
     for t in (1, 64, 1024, 16384):
-        tiles = [(256, 1), (512, 1), (512, 2), (512, 4), (1024, 2), (1024, 4), (2048, 4), (2048, 8), (4096, 8)]
+        sizes = [(512, 1), (512, 2), (512, 4), (1024, 2), (1024, 4), (2048, 4), (2048, 8)]
         compare(
-            f"silu T={t} (block,warps)", t * 14336 * 6, lambda t=t: randn(t, 28672),
-            {c: lambda x, c=c: activation.launch(x, "silu", 0.0, False, False, c) for c in tiles},
+            f"silu T={t}", t * 14336 * 6, lambda t=t: randn(t, 28672),
+            {
+                c: lambda x, c=c: activation.launch(x, "silu", 0.0, False, False, c)
+                for c in [(*size, *hint) for size in sizes for hint in HINTS]
+            },
             activation.tile(14336, t),
         )  # fmt: skip
     cache = table_of(32768, 128)
     for t in (1, 64, 1024, 16384):
 
-        def turn(s: tuple[Tensor, Tensor, Tensor], c: tuple[int, int]) -> tuple[Tensor, Tensor]:
-            q_out, k_out = torch.empty_like(s[1]), torch.empty_like(s[2])
-            rope._from_table(s[0], s[1], s[2], q_out, k_out, 128, cache, True, c)
-            return q_out, k_out
+        def turn(s: tuple[Tensor, Tensor, Tensor], c: tuple[int, int]) -> Any:
+            return rope.launch(s[0], s[1], s[2], 128, cache, True, config=c)
 
         tiles = [(1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (4, 1), (4, 2), (4, 4), (8, 1), (8, 2)]
         compare(
             f"rope T={t} (groups,warps)", t * 20480,
             lambda t=t: (torch.randint(0, 32768, (t,), device=DEVICE), randn(t, 4096), randn(t, 1024)),
             {c: lambda s, c=c: turn(s, c) for c in tiles}, rope.tile(t, 32, 8, 128),
+        )  # fmt: skip
+    for t in (64, 16384):
+
+        def normed(s: tuple[Tensor, Tensor, Tensor], c: tuple[int, int]) -> Any:
+            q, k, _ = s[1].split([4096, 1024, 1024], -1)
+            return rope.launch(s[0], q, k, 128, cache, True, (s[2], s[2]), EPS, c)
+
+        compare(
+            f"qk norm rope T={t} (groups,warps)", t * 20480,
+            lambda t=t: (torch.randint(0, 32768, (t,), device=DEVICE), randn(t, 6144), randn(128)),
+            {c: lambda s, c=c: normed(s, c) for c in [(1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (4, 1), (4, 4), (8, 1)]},
+            rope.tile(t, 32, 8, 128),
         )  # fmt: skip
     weight = randn(128256, 4096)
     for t in (1, 64, 16384):
@@ -256,18 +327,92 @@ def tune() -> None:
         )  # fmt: skip
 
 
+def tune_quant() -> None:
+    """Tiles of the quantizing kernels, alone and behind a gate and a norm."""
+    Tile, fp8, scale = norm.Tile, torch.float8_e4m3fn, torch.full((1,), 0.02, device=DEVICE)
+    blocks = [(size, warps, hint) for size in (2048, 4096, 8192) for warps in (4, 8) for hint in ("", "evict_first")]
+    for t, h in ((16384, 4096), (16384, 14336), (64, 4096)):
+        block = 4096 if h == 4096 else 16384
+        shapes = ((1, 4), (1, 8), (1, 16), (1, 32), (2, 8), (2, 16)) if h == 4096 else ((1, 8), (1, 16), (1, 32))
+        rows = [Tile(r, block, w, hint) for r, w in shapes for hint in ("", "evict_first")]
+        for gate in (False, True) if h != 4096 else (False,):
+            make = lambda t=t, h=h, gate=gate: randn(t, 2 * h if gate else h)  # noqa: E731
+            name, size = f"{'silu ' if gate else ''}quant T={t} H={h}", t * h * (5 if gate else 3)
+            compare(
+                f"{name} static", size, make,
+                {c: lambda x, c=c, g=gate: quant.launch(x, scale, None, fp8, 0, False, (g, False), c) for c in blocks},
+                quant.STATIC_TILE,
+            )  # fmt: skip
+            compare(
+                f"{name} token", size, make,
+                {c: lambda x, c=c, g=gate: quant.launch(x, None, None, fp8, -1, False, (g, False), c) for c in rows},
+                quant.row_tile(h),
+            )  # fmt: skip
+            compare(
+                f"{name} group128", size, make,
+                {c: lambda x, c=c, g=gate: quant.launch(x, None, None, fp8, 128, False, (g, False), c) for c in blocks},
+                quant.GROUP_TILE,
+            )  # fmt: skip
+    t, h = 16384, 4096
+    rows = [Tile(r, h, w, hint) for r, w in ((1, 4), (1, 8), (1, 16), (2, 8), (2, 16)) for hint in ("", "evict_first")]
+    for add in (False, True):
+        for name, given, group in (("static", True, 0), ("token", False, -1), ("group128", False, 128)):
+            compare(
+                f"{'add+' if add else ''}rms quant T={t} H={h} {name}", t * h * (7 if add else 3),
+                lambda t=t, h=h: (randn(t, h), randn(t, h), randn(h)),
+                {
+                    c: lambda s, c=c, add=add, given=given, group=group: quant.launch_norm_quant(
+                        s[0], s[1] if add else None, s[2], EPS, h, False, False, scale if given else None, fp8, group,
+                        False, c,
+                    )
+                    for c in rows
+                },
+                quant.row_tile(h),
+            )  # fmt: skip
+
+
+def _bare(prepared: Any, x: Tensor, w: Tensor, y: Tensor) -> None:
+    """What no launch can do without: the same launch with its arguments at hand."""
+    bare = _bare_calls.get("call")
+    if bare is None:
+        prepared(x, x, w, y, y)
+        prepared(x, x, w, y, y)
+        run, *grid, function, metadata, _ = next(iter(prepared._ready.values()))
+        stream = torch._C._cuda_getCurrentRawStream(0)
+        pointers = [t.data_ptr() for t in (x, x, w, y, y)]
+        arguments = (*grid, stream, function, metadata, None, None, None, *pointers, *prepared._tail)
+        bare = _bare_calls["call"] = functools.partial(run, *arguments)
+    bare()
+
+
+_bare_calls: dict[str, Callable[[], None]] = {}
+
+
 def time_host() -> None:
     """Host microseconds of one eager call."""
     x, w, wide, ids = randn(1, 4096), randn(4096), randn(1, 28672), torch.zeros(1, device=DEVICE, dtype=torch.long)
     q, k, cache, table = randn(1, 4096), randn(1, 1024), table_of(4096, 128), randn(1000, 4096)
-    q4, k4 = randn(1, 1, 32, 128), randn(1, 4096, 8, 128)
+    q4, k4, head = randn(1, 1, 32, 128), randn(1, 4096, 8, 128), randn(128)
+    norm_op = RMSNorm(4096).to(DEVICE, BF16)
+    y = torch.empty_like(x)
+    prepared = norm._rms_norm_plan(
+        1, 4096, (4096, 4096), (BF16, None, BF16), EPS, 4096, 0.0, False, False, norm.tile(4096)
+    )
     calls = {
         "empty": lambda: torch.empty(x.shape, dtype=x.dtype, device=x.device),
+        "empty_like": lambda: torch.empty_like(x),
+        "prepared launch": lambda: prepared(x, x, w, y, y),
+        "C launcher alone": lambda: _bare(prepared, x, w, y),
         "F.rms_norm": lambda: F.rms_norm(x, (4096,), w, EPS),
         "rms_norm": lambda: norm.rms_norm_triton(x, w, EPS, 4096, 0.0, False),
         "add_rms_norm": lambda: norm.add_rms_norm_triton(x, x, w, EPS, 4096, 0.0, False, False),
         "silu_and_mul": lambda: activation.silu_and_mul_triton(wide, False),
         "rotary": lambda: rope.rotary_embedding(ids, q, k, 128, cache, True),
+        "qk norm rope": lambda: rope.qk_norm_rope_triton(ids, q, k, head, head, EPS, 128, cache, True),
+        "quant token": lambda: quant.quant_fp8_triton(x, None, None, torch.float8_e4m3fn, -1, False),
+        "linear one row": lambda: linear.linear_one_row_triton(x, table, None),
+        "F.linear one row": lambda: F.linear(x, table),
+        "RMSNorm op": lambda: norm_op(x),
         "embedding": lambda: embedding.embedding_triton(ids, table),
         "softcap": lambda: logits.softcap_scale_triton(x, 4096, 30.0, 1.0, False, None),
         "attention decode": lambda: attention.attention_triton(q4, k4, k4, None, 0.1, True, 0, 0.0),
@@ -292,6 +437,8 @@ def time_attention() -> None:
         (8, 1024, 1024, 16, 16, 80, False), (1, 2048, 2048, 8, 4, 256, True), (1, 512, 4096, 32, 8, 128, True),
         (1, 1, 4096, 32, 8, 128, False), (32, 1, 4096, 32, 8, 128, False), (1, 1, 32768, 32, 8, 128, False),
         (8, 1, 1024, 9, 3, 64, False),
+        (1, 128, 128, 32, 8, 128, True), (1, 256, 256, 32, 8, 128, True), (1, 512, 512, 9, 3, 64, True),
+        (32, 128, 128, 32, 8, 128, True), (64, 64, 64, 16, 16, 80, False),
     ]  # fmt: skip
     for b, s, length, n, k, d, causal in shapes:
         make = functools.partial(qkv, b, s, length, n, k, d)
@@ -340,34 +487,21 @@ def time_attention() -> None:
 
 
 def time_linear() -> None:
-    """Few rows beside the vendor's product."""
+    """One row beside the vendor's product."""
     for i, o in ((4096, 4096), (4096, 28672), (14336, 4096), (576, 1536)):
-        for t in (1, 4, 16):
-            tiles = [
-                (2, 2048, 4),
-                (4, 1024, 4),
-                (4, 2048, 4),
-                (8, 1024, 4),
-                (8, 512, 4),
-                (1, 4096, 4),
-                (2, 4096, 8),
-                (16, 512, 8),
-            ]
-            if t > 1:
-                tiles = [(16, 128, 4), (16, 256, 4), (16, 512, 4), (32, 128, 4), (32, 256, 4), (16, 256, 2)]
-            candidates: dict[Any, Callable[[Any], Any]] = {
-                c: lambda s, c=c: linear.launch(s[0], s[1], None, c) for c in tiles
-            }
-            candidates["F.linear"] = lambda s: F.linear(s[0], s[1])
-            size = 2 * i * o
-            make = lambda t=t, i=i, o=o: (randn(t, i), randn(o, i, scale=i**-0.5))  # noqa: E731
-            compare(f"linear T={t} {i}->{o} ({size / 4.3e6:.1f} us floor)", size, make, candidates, linear.tile(t))
+        tiles = [(2, 2048, 4), (4, 1024, 4), (4, 2048, 4), (8, 1024, 4), (8, 2048, 8), (1, 4096, 4)]
+        candidates: dict[Any, Callable[[Any], Any]] = {
+            c: lambda s, c=c: linear.launch(s[0], s[1], None, c) for c in tiles
+        }
+        candidates["F.linear"] = lambda s: F.linear(s[0], s[1])
+        make = lambda i=i, o=o: (randn(1, i), randn(o, i, scale=i**-0.5))  # noqa: E731
+        compare(f"linear {i}->{o} ({2 * i * o / 4.3e6:.1f} us floor)", 2 * i * o, make, candidates, linear.TILE)
 
 
 def main(arguments: list[str]) -> int:
     """Run the parts that are named, in that order."""
     torch.set_grad_enabled(False)
-    parts = {"host": time_host, "tune": tune, "attention": time_attention, "linear": time_linear}
+    parts = {"host": time_host, "tune": tune, "quant": tune_quant, "attention": time_attention, "linear": time_linear}
     if arguments[:1] == ["table"]:
         table(*arguments[1:])
         return 0

@@ -21,6 +21,7 @@ from opmux.ops.embedding import kernels_triton as embedding  # noqa: E402
 from opmux.ops.linear import kernels_triton as linear  # noqa: E402
 from opmux.ops.logits import kernels_triton as logits  # noqa: E402
 from opmux.ops.norm import kernels_triton as norm  # noqa: E402
+from opmux.ops.quant import kernels_triton as quant  # noqa: E402
 from opmux.ops.rope import kernels_triton as rope  # noqa: E402
 
 if triton.knobs.runtime.interpret:
@@ -28,7 +29,28 @@ if triton.knobs.runtime.interpret:
 
 HOPPER, MI300 = GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)
 KERNELS = {  # launcher, types of the pointers, constexprs, warps, stages
-    "norm": (norm._rms_norm_kernel, ["*bf16"] * 5, (1, 4096, True, True, True, False, False, False, "evict_first", ""), 8, 2),
+    "norm": (
+        norm._rms_norm_kernel, ["*bf16"] * 5, (1, 4096, True, True, True, False, False, False, "evict_first", ""), 8, 2,
+    ),
+    "static quant": (
+        quant._static_kernel, ["*bf16", "*u8", "*fp32", "*fp32"],
+        (4096, True, True, False, False, 448.0, "hardware", "evict_first"), 8, 2,
+    ),
+    "silu and token quant": (
+        quant._row_kernel, ["*bf16", "*u8", "*fp32", "*fp32"],
+        (1, 4096, True, False, True, False, False, 448.0, "hardware", ""), 8, 2,
+    ),
+    "group quant": (
+        quant._group_kernel, ["*bf16", "*u8", "*fp32"],
+        (32, 128, True, False, False, True, 448.0, "fn", ""), 4, 2,
+    ),
+    "norm and group quant": (
+        quant._norm_kernel, [*["*bf16"] * 3, "*u8", "*bf16", "*fp32", "*fp32"],
+        (1, 4096, True, True, True, False, False, False, False, 128, False, 448.0, "hardware", "", ""), 8, 2,
+    ),
+    "tensor quant": (
+        quant._tensor_kernel, ["*bf16", "*u8", "*i32", "*fp32"], (512, 8192, 448.0, "hardware"), 8, 2,
+    ),
     "gated norm": (norm._gated_norm_kernel, ["*bf16"] * 4, (1, 4096, True, True, True, False), 8, 2),
     "layer norm": (norm._layer_norm_kernel, ["*bf16"] * 4, (1, 4096, True, True, True), 8, 2),
     "wide norm": (norm._rms_norm_wide_kernel, ["*bf16"] * 5, (8192, True, True, False, False), 16, 2),
@@ -93,7 +115,7 @@ def test_the_other_variant_assumes_no_alignment(name):
     assert not re.search(r"(ld|st)\.global\S*\.v[24]\.b32", compiled(name, HOPPER, aligned=False).asm["ptx"])
 
 
-@pytest.mark.parametrize("name", [name for name in KERNELS if name != "prefill"])
+@pytest.mark.parametrize("name", [name for name in KERNELS if name != "prefill" and "hardware" not in KERNELS[name][2]])
 def test_compiles_for_rocm(name):
     assert compiled(name, MI300).asm["amdgcn"]
 

@@ -87,7 +87,10 @@ def launch(
 ) -> Tensor:
     """``softcap_scale_triton`` with another block and another number of warps."""
     y = new((*x.shape[:-1], width), dtype or x.dtype, x.device)
-    x, n_rows, _, x_stride = as_rows(x)
+    if width == x.shape[-1] and x.is_contiguous() and x.numel() < 2**31:
+        n_rows, width, x_stride = min(1, x.numel()), x.numel(), x.numel()  # one row: fewer blocks end early
+    else:
+        x, n_rows, _, x_stride = as_rows(x)
     if n_rows and width:
         _plan(n_rows, width, x_stride, (x.dtype, y.dtype), soft_cap, scale, scale_first, config)(x, y)
     return y

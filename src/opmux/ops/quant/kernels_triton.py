@@ -82,9 +82,9 @@ def _values(x_ptr, at, width, mask, other, GATED: tl.constexpr, ROUND_GATE: tl.c
     return (gate * up).to(x_ptr.dtype.element_ty).to(tl.float32)
 
 
-@kernel(loose=("scale_ptr",), multiples=("x_stride", "width"))
+@kernel(loose=("scale_ptr", "copy_ptr"), multiples=("x_stride", "width"))
 def _static_kernel(
-    x_ptr, q_ptr, scale_ptr, x_stride: tl.int64, width: tl.int64,
+    x_ptr, q_ptr, scale_ptr, copy_ptr, x_stride: tl.int64, width: tl.int64,
     blocks_per_row: tl.int32, matrix_rows: tl.int64, block_rows: tl.int64, group: tl.int64, groups: tl.int64,
     BLOCK: tl.constexpr, EVEN: tl.constexpr, ONE_SCALE: tl.constexpr, GATED: tl.constexpr, ROUND_GATE: tl.constexpr,
     MOST: tl.constexpr, FORMAT: tl.constexpr, HINT: tl.constexpr,
@@ -95,6 +95,7 @@ def _static_kernel(
     mask = None if EVEN else cols < width
     if ONE_SCALE:
         scale = tl.load(scale_ptr)
+        tl.store(copy_ptr, scale, mask=program == 0)
     else:
         at = row % matrix_rows // block_rows * groups + cols // group
         scale = tl.load(scale_ptr + at, mask=mask, other=None if EVEN else 1.0)
@@ -196,9 +197,9 @@ def _tensor_kernel(
     tl.store(q_ptr + row * width + cols, _fp8(y, MOST, FORMAT), mask=cols < width)
 
 
-@kernel(loose=("scale_ptr",), multiples=("x_stride", "residual_stride", "width"))
+@kernel(loose=("scale_ptr", "given_ptr"), multiples=("x_stride", "residual_stride", "width"))
 def _norm_kernel(
-    x_ptr, residual_ptr, w_ptr, q_ptr, sum_ptr, scale_ptr,
+    x_ptr, residual_ptr, w_ptr, q_ptr, sum_ptr, scale_ptr, given_ptr,
     x_stride: tl.int64, residual_stride: tl.int64, width: tl.int64,
     n_rows: tl.int32, variance_width: tl.int32, eps: tl.float32,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr,
@@ -227,7 +228,9 @@ def _norm_kernel(
         y = times_weight(y, w, 0.0, CAST_FIRST)
     y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
     if STATIC:
-        y = y * tl.div_rn(1.0, tl.load(scale_ptr))
+        given = tl.load(given_ptr)
+        tl.store(scale_ptr, given, mask=tl.program_id(0) == 0)
+        y = y * tl.div_rn(1.0, given)
     elif GROUP == 0:
         scale = _scale_of(tl.max(_magnitude(y), axis=1, keep_dims=True), MOST, POWER_OF_TWO)
         tl.store(scale_ptr + row, scale, mask=row < n_rows)
@@ -378,13 +381,16 @@ def launch(
     rows, n_rows, _, x_stride = as_rows(x)
     width = shape[-1]
     if scale is not None:
-        scale = scale.clone(memory_format=torch.contiguous_format)
+        if scale.numel() != 1 or n_rows == 0 or width == 0:
+            scale = copy = scale.clone(memory_format=torch.contiguous_format)
+        else:
+            copy = torch.empty_like(scale)  # which the kernel fills
         if n_rows and width:
             if scale.numel() == 1 and not gate[0]:
                 rows, n_rows, width, x_stride = _dense(x, (rows, n_rows, width, x_stride))
             blocks = (scale.shape, shape[-2] if len(shape) > 1 else 1)
-            _static_plan(n_rows, width, x_stride, x.dtype, blocks, gate, form, config)(rows, q, scale)  # type: ignore[arg-type]
-        return q, scale
+            _static_plan(n_rows, width, x_stride, x.dtype, blocks, gate, form, config)(rows, q, scale, copy)  # type: ignore[arg-type]
+        return q, copy
     scales = new(_scale_shape(shape, group_size), torch.float32, device)
     if n_rows == 0 or width == 0:
         return q, scales.fill_(Fp8Format.of(dtype).least_scale)
@@ -490,7 +496,7 @@ def launch_norm_quant(
     if scale is None:
         scales = new(_scale_shape(shape, group_size), torch.float32, x.device)
     else:
-        scales = scale.clone(memory_format=torch.contiguous_format)
+        scales = torch.empty_like(scale)  # one element, which the kernel fills
     rows, n_rows, width, stride = as_rows(x)
     added, _, _, added_stride = (rows, 0, 0, width) if residual is None else as_rows(residual)
     dtypes = (x.dtype, None if residual is None else residual.dtype, None if weight is None else weight.dtype)
@@ -499,7 +505,7 @@ def launch_norm_quant(
         group_size, power_of_two, _format(dtype, x.device), config,
     )  # fmt: skip
     factors = rows if weight is None else weight.contiguous()
-    prepared(rows, added, factors, q, rows if total is None else total, scales)
+    prepared(rows, added, factors, q, rows if total is None else total, scales, scales if scale is None else scale)
     return q, scales, total
 
 
