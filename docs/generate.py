@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from opmux import ops
 from opmux.core import registry
 from opmux.core.decide import CHAINS, NATIVE, implemented
 from opmux.core.requires import Requirements, requirements_of
@@ -29,16 +28,17 @@ _FIELD = re.compile(r"([A-Z][a-z]+):\s*(.*)")
 _ARGUMENT = re.compile(r"    (\w[\w, ]*):\s+(.*)")
 
 
-def catalogue() -> dict[str, type]:
-    """The ops of opmux itself by registered name; what others registered in this process is left out."""
-    ops.load_all()
-    own = {name: cls for name, cls in registry.op_registry.items() if cls.__module__.startswith("opmux.ops.")}
+def catalogue(package: str = "opmux.ops") -> dict[str, type]:
+    """The ops of one package by registered name; what others registered in this process is left out."""
+    registry.load_catalogues()
+    own = {name: cls for name, cls in registry.op_registry.items() if cls.__module__.startswith(f"{package}.")}
     return dict(sorted(own.items()))
 
 
-def pages() -> dict[str, str]:
+def pages(package: str = "opmux.ops") -> dict[str, str]:
     """File name in ``docs/ops`` -> its text."""
-    return {"README.md": _index(), **{f"{name}.md": _page(cls) for name, cls in catalogue().items()}}
+    ops = catalogue(package)
+    return {"README.md": _index(ops), **{f"{name}.md": _page(cls) for name, cls in ops.items()}}
 
 
 def readme() -> str:
@@ -46,7 +46,7 @@ def readme() -> str:
     text = README.read_text(encoding="utf-8")
     before, _, rest = text.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{_table('docs/ops/')}\n{END}{after}"
+    return f"{before}{BEGIN}\n{_table(catalogue(), 'docs/ops/')}\n{END}{after}"
 
 
 def main() -> None:
@@ -64,22 +64,22 @@ def main() -> None:
 # -- the tables of all ops -------------------------------------------------------------------------------------------
 
 
-def _index() -> str:
+def _index(ops: dict[str, type]) -> str:
     return f"""{NOTICE}
 
 # The ops
 
 One page an op. A cell names the language of the kernel; *native* means that the op's definition in PyTorch runs there.
 
-{_table("")}
+{_table(ops, "")}
 
 [What the methods, chains and requirements mean](../custom_op.md) · [Numbers and edges of all ops](../numerics.md)
 """
 
 
-def _table(prefix: str) -> str:
+def _table(ops: dict[str, type], prefix: str) -> str:
     lines = [f"| op | class | {' | '.join(PLATFORMS.values())} |", f"|---|---|{'---|' * len(PLATFORMS)}"]
-    for name, cls in catalogue().items():
+    for name, cls in ops.items():
         cells = " | ".join(_language(cls, kind) for kind in PLATFORMS)
         lines.append(f"| [`{name}`]({prefix}{name}.md) | `{cls.__name__}` | {cells} |")
     return "\n".join(lines)

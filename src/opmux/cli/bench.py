@@ -69,6 +69,7 @@ def run(args: Namespace, output: Output) -> int:
     here = machine()
     output.json({**report.to_dict(), "machine": here})
     _print(report, output)
+    tables.print_load(output, here)
     if args.html is not None:
         Path(args.html).write_text(bench_html.page(report, here), encoding="utf-8")
         output.note(f"The page is in {args.html}.")

@@ -169,12 +169,7 @@ def _print_comparison(
         "with its cache unless stated. The distance is the larger one of a text of "
         f"{size['text_tokens']} tokens read at once and its first {size['stepped_tokens']} read token by token.[/dim]"
     )
-    load = here["load_average"]
-    if load is not None and load > here["cores"] + 1:
-        output.print(
-            f"[yellow]The machine was busy (load {load} on {here['cores']} cores): trust the ratios more than the "
-            "speeds.[/yellow]"
-        )
+    tables.print_load(output, here)
 
 
 def _faster(ratio: float) -> str:

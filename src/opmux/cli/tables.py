@@ -57,3 +57,13 @@ def print_settings(output: Output, config: CompilationConfig) -> None:
     output.print(f"Ops are {'on' if base == 'all' else 'off'} unless named: {escape(why)}.{escape(compiled)}")
     sources = [f"{field} from {source}" for field, source in config.sources.items() if source != "default"]
     output.print(f"[dim]Settings: {escape(', '.join(sources)) or 'all defaults'}.[/dim]")
+
+
+def print_load(output: Output, machine: Mapping[str, Any]) -> None:
+    """A warning below measurements if others used the machine, too."""
+    load = machine["load_average"]
+    if load is not None and load > machine["cores"] + 1:
+        output.print(
+            f"[yellow]The machine was busy (load {load} on {machine['cores']} cores): trust the ratios more than the "
+            "speeds.[/yellow]"
+        )
