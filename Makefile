@@ -17,6 +17,7 @@ test: lint unit
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/mypy --strict --follow-imports=silent -p opmux.core -p opmux.platforms
 
 unit: $(VENV)/.test
 	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile tests --ignore tests/triton

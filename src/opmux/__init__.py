@@ -33,7 +33,7 @@ _HOMES = {
     "warm_up": "warmup",
 }
 
-__all__ = ["__version__", "current_platform", *_HOMES]  # noqa: PLE0604  # strings, from the keys above
+__all__ = ["__version__", "current_platform", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:

@@ -34,10 +34,7 @@ def decode(model: Any, steps: int, batch: int = 1, cache: Any = None) -> torch.T
     ids = torch.arange(5 * batch).view(batch, 5) % 128
     cache = DynamicCache(config=model.config) if cache is None else cache
     model(ids, past_key_values=cache)
-    made = []
-    for step in range(steps):
-        made.append(model((ids[:, :1] + step) % 128, past_key_values=cache).logits)
-    return torch.cat(made, 1)
+    return torch.cat([model((ids[:, :1] + t) % 128, past_key_values=cache).logits for t in range(steps)], 1)
 
 
 def replay_of(model: Any) -> Any:

@@ -66,7 +66,7 @@ def recording() -> Iterator[Recording]:
         return call
 
     bound = {name: kernel for name, kernel in vars(kernels).items() if not name.startswith("_")}
-    allocators = {"empty": torch.empty, "empty_like": torch.empty_like}
+    allocators: dict[str, Any] = {"empty": torch.empty, "empty_like": torch.empty_like}
     try:
         vars(kernels).update({name: recorded(kernel) for name, kernel in bound.items()})
         for name, allocate in allocators.items():

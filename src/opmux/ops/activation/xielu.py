@@ -43,6 +43,8 @@ class XIELU(CustomOp):
         with_vector_loads: accepted for the order of the parameters; kernels choose their own loads.
     """
 
+    beta: Tensor
+    eps: Tensor
     tolerance = Tolerance(ulp=1.0, fp32=64.0, scale=1.0)
 
     def __init__(

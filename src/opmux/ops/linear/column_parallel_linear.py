@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...core.custom_op import CustomOp
+from ...distributed import TensorParallel
 from .product import Product, Result, copy_checked, ranks
 
 __all__ = ["ColumnParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear"]
@@ -53,14 +54,17 @@ class ColumnParallelLinear(Product):
         self.output_size = output_size
         self.gather_output = gather_output
 
-    def _set_up(self, input_size, local, tp, bias, skip_bias_add, params_dtype, return_bias, enforce_enable):  # type: ignore[no-untyped-def]
+    def _set_up(
+        self, input_size: int, local: int, tp: TensorParallel, bias: bool, skip_bias_add: bool,
+        params_dtype: torch.dtype | None, return_bias: bool, enforce_enable: bool,
+    ) -> None:  # fmt: skip
         Product.__init__(
             self, input_size, local, tp, bias=bias, bias_size=local, skip_bias_add=skip_bias_add,
             params_dtype=params_dtype, return_bias=return_bias, enforce_enable=enforce_enable,
         )  # fmt: skip
 
     def _joined(self, y: Tensor) -> Result:
-        bias = self.bias if self.skip_bias_add else None
+        bias: Tensor | None = self.bias if self.skip_bias_add else None
         if self.gather_output:
             y = self.tp.all_gather(y)
             bias = None if bias is None else self.tp.all_gather(bias)

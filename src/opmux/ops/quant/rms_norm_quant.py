@@ -134,4 +134,5 @@ class RMSNormQuant(CustomOp):
 
 
 def _random_weight(op: RMSNormQuant, inputs: Inputs) -> None:
-    op.norm.weight.data = inputs.randn(op.norm.hidden_size, scale=0.2, shift=1.0)
+    if op.norm.weight is not None:
+        op.norm.weight.data = inputs.randn(op.norm.hidden_size, scale=0.2, shift=1.0)

@@ -30,6 +30,8 @@ class MRotaryEmbedding(RotaryEmbedding):
     Source:  Wang et al. 2024 (Qwen2-VL), arXiv 2409.12191; interleaved in Qwen3-VL.
     """
 
+    _axis: Tensor
+
     def __init__(
         self,
         head_size: int,
