@@ -59,11 +59,11 @@ def close(what: str, out: Tensor, reference: Tensor, factor: float = 1.0) -> Non
     """The relative L2 error is within the dtype's tolerance, and NaN never passes.
 
     Of a few numbers the error is no average: one that lies half a unit off may be most of the norm. They are compared
-    one by one.
+    one by one, in units of their root mean square where they are smaller.
     """
     reference = reference.double()
     if out.numel() < 64 and factor == 1.0:
-        worst = Tolerance(1.0, 16.0).worst(out, reference)
+        worst = Tolerance(1.0, 16.0, scale=1.0).worst(out, reference)
         expect(f"{what} {str(out.dtype)[6:]}", worst <= (16.0 if out.dtype == FP32 else 0.75), f"{worst:.2f} ulp")
         return
     error = ((out.double() - reference).norm() / reference.norm().clamp(min=1e-30)).item()
