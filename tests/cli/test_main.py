@@ -28,7 +28,7 @@ def test_help_starts_without_torch() -> None:
 def test_help_says_exit_codes_and_completion(opmux: Opmux) -> None:
     done = opmux("--help")
     assert done.code == 0
-    for word in ("run", "list", "explain", "doctor", "Exit codes", "--print_completion shtab-bash"):
+    for word in ("run", "list", "explain", "doctor", "verify", "bench", "Exit codes", "--print_completion shtab-bash"):
         assert word in done.out
 
 

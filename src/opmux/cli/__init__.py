@@ -1,7 +1,7 @@
-"""The command line: ``opmux run``, ``list``, ``explain``, ``doctor``. One file a command.
+"""The command line: ``opmux run``, ``list``, ``explain``, ``doctor``, ``verify``, ``bench``. One file a command.
 
-Exit codes: 0 done, 1 the work failed (or ``doctor`` found a problem), 2 the call or its input was wrong, 130
-interrupted from the keyboard.
+Exit codes: 0 done, 1 the work failed (or ``doctor``, ``verify`` or ``bench`` found something wrong), 2 the call or its
+input was wrong, 130 interrupted from the keyboard.
 """
 
 from __future__ import annotations

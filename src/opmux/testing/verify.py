@@ -24,8 +24,6 @@ from .checks_once import check_compiled, check_gradients, check_operators
 from .sizes import INTERPRETED, QUICK, elements, fitting, typical_case
 from .subject import Failure, Outcome, Subject, plain
 
-
-
 # The interpreter truncates where hardware rounds to bf16, and multiplies bf16 blocks as integers.
 INTERPRETED_DTYPES = (torch.float32, torch.float16)
 

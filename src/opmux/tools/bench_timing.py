@@ -6,7 +6,7 @@ import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +42,7 @@ class Timing:
         return cls(median, (high - low) / median, len(samples))
 
 
-def take_turns(candidates: dict[str, Calls], device: str, min_time_s: float) -> dict[str, Timing]:
+def take_turns(candidates: Mapping[str, Calls], device: str, min_time_s: float) -> dict[str, Timing]:
     """Time each candidate for at least ``min_time_s``, alternately, in an order that changes every round."""
     samplers = {name: _sampler(calls, device) for name, calls in candidates.items()}
     samples: dict[str, list[float]] = {name: [] for name in candidates}
