@@ -68,7 +68,8 @@ def _print(report: Report, output: Output) -> None:
         op, method = name if name != last else ("", "")
         last = name
         dtype = "" if row.dtype is None else str(row.dtype).removeprefix("torch.")
-        figures = (f"{row.worst:.3g}", f"{row.tolerance:.4g}", f"{row.native:.3g}") if row.cases else ("", "", "")
+        found = row.nearest
+        figures = (f"{found.worst:.3g}", f"{found.tolerance:.4g}", f"{found.native:.3g}") if row.errors else ("", "", "")
         skipped = sum(row.skipped.values())
         cases = f"{row.cases} of {row.cases + skipped}" if skipped else str(row.cases or "")
         table.add_row(op, method, dtype, cases, *figures, _verdict(row))

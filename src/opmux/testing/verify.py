@@ -52,23 +52,33 @@ class Plan:
 
 
 @dataclass
+class Errors:
+    """The worst errors in ulp of outputs of one dtype, over the cases; ``native`` is the definition's own."""
+
+    tolerance: float
+    worst: float = 0.0
+    native: float = 0.0
+
+    @property
+    def share(self) -> float:
+        """The part of the tolerance that is used."""
+        return self.worst / self.tolerance if self.tolerance else float("inf") if self.worst else 0.0
+
+
+@dataclass
 class Row:
     """What was found of one method of one op in one input dtype.
 
     Attributes:
         cases: how many were checked; 0 with a reason in ``why_not``.
-        share: the worst error as a part of the tolerance, over outputs of all dtypes.
-        worst, tolerance, native: in ulp, of the output with the largest share.
+        errors: dtype of an output -> its worst errors.
     """
 
     op: str
     method: str
     dtype: torch.dtype | None = None
     cases: int = 0
-    share: float = 0.0
-    worst: float = 0.0
-    tolerance: float = 0.0
-    native: float = 0.0
+    errors: dict[torch.dtype, Errors] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
     skipped: Counter[str] = field(default_factory=Counter)
     why_not: str | None = None
@@ -81,11 +91,14 @@ class Row:
             return
         self.cases += 1
         for dtype, worst in outcome.worst.items():
-            bound = subject.cls.tolerance.bound(dtype, subject.dtype)
-            share = worst / bound if bound else (float("inf") if worst else 0.0)
-            if share >= self.share:
-                self.share, self.worst, self.tolerance = share, worst, bound
-                self.native = max(self.native, outcome.native.get(dtype, 0.0))
+            errors = self.errors.setdefault(dtype, Errors(subject.cls.tolerance.bound(dtype, subject.dtype)))
+            errors.worst = max(errors.worst, worst)
+            errors.native = max(errors.native, outcome.native.get(dtype, 0.0))
+
+    @property
+    def nearest(self) -> Errors:
+        """The errors that come nearest to their bound."""
+        return max(self.errors.values(), key=lambda errors: errors.share, default=Errors(0.0))
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data, ready for JSON."""
@@ -94,9 +107,9 @@ class Row:
             "method": self.method,
             "dtype": None if self.dtype is None else str(self.dtype).removeprefix("torch."),
             "cases": self.cases,
-            "worst_ulp": plain(self.worst),
-            "tolerance_ulp": plain(self.tolerance),
-            "native_worst_ulp": plain(self.native),
+            "worst_ulp": plain(self.nearest.worst),
+            "tolerance_ulp": self.nearest.tolerance,
+            "native_worst_ulp": plain(self.nearest.native),
             "passed": not self.failures,
             "skipped": dict(self.skipped),
             "why_not": self.why_not,
