@@ -116,7 +116,9 @@ def test_floor_is_the_longer_of_memory_and_arithmetic() -> None:
 def test_turns_go_round_over_the_data_and_tell_fast_from_slow() -> None:
     seen: list[int] = []
     fast = [lambda n=n: seen.append(n) for n in range(3)]
-    times = bench_timing.take_turns({"fast": fast, "slow": [lambda: time.sleep(2e-3)]}, "cpu", 1e-3)
+    slow = [lambda: time.sleep(2e-3)]
+    samplers = {name: bench_timing.sampler(calls, "cpu") for name, calls in (("fast", fast), ("slow", slow))}
+    times = bench_timing.take_turns(samplers, 1e-3)
     assert set(seen) == {0, 1, 2}
     assert times["slow"].median_s > 10 * times["fast"].median_s
     assert times["slow"].rounds == times["fast"].rounds >= 7

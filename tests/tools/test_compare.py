@@ -92,7 +92,7 @@ def test_no_further_round_begins_after_the_limit(stock: torch.nn.Module) -> None
 
 def test_no_garbage_collection_while_the_clock_runs() -> None:
     assert gc.isenabled()
-    with compare._undisturbed():
+    with compare.undisturbed():
         assert not gc.isenabled()
     assert gc.isenabled()
 

@@ -45,9 +45,13 @@ def small_cases(cls: Any, limit: int = QUICK) -> list[Case]:
     return [case for case in cls.cases() if elements(cls, case) <= limit]
 
 
+def has_elements(case: Case) -> bool:
+    """Whether no argument is empty."""
+    return all(t.numel() for t in tensors(case.args(Inputs(torch.float32))))
+
+
 def typical_case(cls: Any, limit: int = QUICK) -> Case | None:
     """A small case with elements, neither the smallest nor the largest, for checks that need one case only."""
-    inputs = Inputs(torch.float32)
-    cases = [case for case in small_cases(cls, limit) if all(t.numel() for t in tensors(case.args(inputs)))]
+    cases = [case for case in small_cases(cls, limit) if has_elements(case)]
     cases.sort(key=lambda case: elements(cls, case))
     return cases[len(cases) // 2] if cases else None

@@ -15,13 +15,13 @@ from ..core.cases import Case, Inputs
 from ..core.decide import NATIVE
 from ..core.errors import UsageError
 from ..testing.checks import check, compare
-from ..testing.sizes import elements, free_bytes, small_cases
+from ..testing.sizes import elements, free_bytes, has_elements, small_cases
 from ..testing.subject import Subject
 from ..testing.tensors import tensors
 from ..testing.verify import matching, selected
 from . import bench_peers
 from .bench_ceilings import Ceilings, measure, name_of
-from .bench_timing import Timing, cache_bytes, host_s, take_turns
+from .bench_timing import Timing, cache_bytes, host_s, sampler, take_turns
 from .progress import Progress, silent
 
 OPMUX, AGAIN = "opmux", "opmux again"
@@ -246,14 +246,10 @@ class _Bench:
 
     def sibling(self) -> Case | None:
         """The largest small case that is built most alike."""
-        alike = [c for c in small_cases(self.cls) if _full(c)]
+        alike = [c for c in small_cases(self.cls) if has_elements(c)]
         shared = [len(self.case.init.items() & c.init.items()) if _hashable(c.init) else 0 for c in alike]
         best = max(zip(shared, (elements(self.cls, c) for c in alike), range(len(alike)), strict=True), default=None)
         return None if best is None else alike[best[2]]
-
-
-def _full(case: Case) -> bool:
-    return all(t.numel() for t in tensors(case.args(Inputs(torch.float32))))
 
 
 def _hashable(init: dict[str, Any]) -> bool:
@@ -279,18 +275,24 @@ def _time_case(one: _Bench, report: Report) -> Row:
     row.sets, row.in_memory = sets, sets * size >= 2 * report.cache_bytes
     candidates = _candidates(one, row, data[0][0])
     with torch.no_grad():
-        calls = {name: [_bound(function, op, args) for op, args in data] for name, function in candidates.items()}
-        for name in list(calls):
+        samplers = {}
+        for name, function in candidates.items():
+            calls = [_bound(function, op, args) for op, args in data]
             try:
-                _warm(calls[name], name)
+                _warm(calls, name)
+                samplers[name] = sampler(calls, one.device)
             except Exception as error:  # a peer may fail in any way; the others are timed all the same
-                row.refused[name] = f"it raised {type(error).__name__}: {str(error).strip().splitlines()[0]}"
-                del calls[name]
-        if OPMUX in calls:
-            calls[AGAIN] = calls[OPMUX]
-        if calls:
-            row.times = take_turns(calls, one.device, one.plan.min_time_s)
+                row.refused[name] = _raised(error)
+        if OPMUX in samplers:
+            samplers[AGAIN] = samplers[OPMUX]
+        if samplers:
+            row.times = take_turns(samplers, one.plan.min_time_s)
     return row
+
+
+def _raised(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"it raised {type(error).__name__}: {lines[0] if lines else ''}"
 
 
 def _bound(function: Callable[..., Any], op: Any, args: tuple[Any, ...]) -> Callable[[], Any]:
@@ -340,13 +342,13 @@ def _wrong(one: _Bench, sibling: Case, name: str, function: Callable[..., Any], 
             with torch.no_grad():
                 native, out = tensors(op.forward_native(*args)), tensors(function(op, *args))
         except Exception as error:  # a peer may fail in any way
-            return f"on {sibling.name} it raised {type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            return f"on {sibling.name} {_raised(error)}"
         failures = compare(subject, name, out, subject.reference(), native)
     return None if not failures else f"wrong on {sibling.name}: {failures[0].what}"
 
 
 def _host_cost(cls: Any, plan: Plan, device: str) -> list[Host]:
-    cases = sorted((c for c in small_cases(cls) if _full(c)), key=lambda c: elements(cls, c))
+    cases = sorted((c for c in small_cases(cls) if has_elements(c)), key=lambda c: elements(cls, c))
     if not cases:
         return []
     inputs = Inputs(plan.dtype, device)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ..core.cases import Cost
-from .bench_timing import cache_bytes, undisturbed
+from .bench_timing import cache_bytes
+from .compare import undisturbed
 
 _MATRIX = {"cpu": (512, 4096, 4096), "gpu": (8192, 8192, 8192)}
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .compare import undisturbed
+
 Calls = Sequence[Callable[[], Any]]
 """One call for each set of data; a candidate goes round over them."""
+
+Sampler = Callable[[], "tuple[float, int]"]
+"""Takes one sample: (seconds, calls in them)."""
 
 _SAMPLE_S = 3e-4  # a shorter sample would time the clock
 _LEAST_ROUNDS = 7
@@ -42,9 +45,8 @@ class Timing:
         return cls(median, (high - low) / median, len(samples))
 
 
-def take_turns(candidates: Mapping[str, Calls], device: str, min_time_s: float) -> dict[str, Timing]:
+def take_turns(candidates: Mapping[str, Sampler], min_time_s: float) -> dict[str, Timing]:
     """Time each candidate for at least ``min_time_s``, alternately, in an order that changes every round."""
-    samplers = {name: _sampler(calls, device) for name, calls in candidates.items()}
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     spent = dict.fromkeys(candidates, 0.0)
     with undisturbed():
@@ -52,7 +54,7 @@ def take_turns(candidates: Mapping[str, Calls], device: str, min_time_s: float) 
             if turn >= _LEAST_ROUNDS and min(spent.values()) >= min_time_s:
                 break
             for name in list(candidates) if turn % 2 == 0 else reversed(list(candidates)):
-                seconds, calls = samplers[name]()
+                seconds, calls = candidates[name]()
                 samples[name].append(seconds / calls)
                 spent[name] += seconds
     return {name: Timing.of(values) for name, values in samples.items()}
@@ -74,19 +76,6 @@ def host_s(call: Callable[[], Any], device: str) -> float:
     return statistics.median(samples)
 
 
-@contextmanager
-def undisturbed() -> Iterator[None]:
-    """Garbage is collected before the clock runs, never while it does."""
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
 def cache_bytes(device: str) -> int:
     """Size of the last cache before memory."""
     if device != "cpu":
@@ -100,14 +89,14 @@ def _size(path: Path) -> int:
     return int(text.rstrip("KM")) << {"K": 10, "M": 20}.get(text[-1], 0)
 
 
-def _sampler(calls: Calls, device: str) -> Callable[[], tuple[float, int]]:
-    """Takes one sample: (seconds, calls in them). Everything is warm when it returns."""
+def sampler(calls: Calls, device: str) -> Sampler:
+    """What times a candidate; everything is warm when it is returned."""
     for call in calls:
         call()
     return _cpu_sampler(calls) if device == "cpu" else _gpu_sampler(calls)
 
 
-def _cpu_sampler(calls: Calls) -> Callable[[], tuple[float, int]]:
+def _cpu_sampler(calls: Calls) -> Sampler:
     def run(count: int) -> float:
         start = time.perf_counter()
         for _ in range(count):
@@ -120,7 +109,7 @@ def _cpu_sampler(calls: Calls) -> Callable[[], tuple[float, int]]:
     return lambda: (run(count), count)
 
 
-def _gpu_sampler(calls: Calls) -> Callable[[], tuple[float, int]]:
+def _gpu_sampler(calls: Calls) -> Sampler:
     """Replays of a graph that holds one call for each set of data: the gaps between launches do not count."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -97,7 +97,7 @@ def compare(
             if turn and time.perf_counter() - started > plan.limit_s:
                 break
             order = list(sides) if turn % 2 == 0 else list(sides)[::-1]
-            with _undisturbed():
+            with undisturbed():
                 for index, (task, measure) in enumerate(once.items()):
                     progress("Measuring", (turn + index / 4) / plan.rounds)
                     for side in order:
@@ -154,7 +154,7 @@ def versions() -> dict[str, str | None]:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def undisturbed() -> Iterator[None]:
     """Garbage is collected before the clock runs, never while it does."""
     gc.collect()
     enabled = gc.isenabled()
