@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from opmux.core import registry
-from opmux.core.decide import CHAINS, NATIVE, implemented
+from opmux.core.decide import CHAINS, NATIVE
 from opmux.core.requires import Requirements, requirements_of
 
 DOCS = Path(__file__).parent
@@ -94,7 +94,7 @@ def _language(cls: type, kind: str) -> str:
 
 
 def _first(cls: type, kind: str) -> str:
-    return next((method for method in CHAINS[kind] if implemented(cls, method)), NATIVE)
+    return next((method for method in CHAINS[kind] if registry.implemented(cls, method)), NATIVE)
 
 
 # -- the page of one op ----------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ from .core import registry as _registry
 if TYPE_CHECKING:
     from .apply import apply, unapply
     from .core.config import CompilationConfig, CompilationMode, use_config
-    from .core.custom_op import CustomOp, explain
+    from .core.custom_op import CustomOp
+    from .core.explain import explain
     from .core.registry import oot_scope
     from .warmup import warm_up
 
@@ -26,7 +27,7 @@ _HOMES = {
     "CompilationMode": "core.config",
     "CustomOp": "core.custom_op",
     "apply": "apply",
-    "explain": "core.custom_op",
+    "explain": "core.explain",
     "oot_scope": "core.registry",
     "unapply": "apply",
     "use_config": "core.config",

@@ -7,6 +7,7 @@ A binding is a plain object. Its ops are therefore no children of the module: ``
 
 from __future__ import annotations
 
+import copy
 import inspect
 import operator
 import weakref
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..core.custom_op import CustomOp
+from ..core.tracing import constant
 
 if TYPE_CHECKING:
     from .linears import Merged
@@ -112,8 +114,6 @@ class Binding:
         self.module.__dict__.pop("forward", None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Binding:
-        import copy
-
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         twin.__setstate__(copy.deepcopy(self.__dict__, memo))
@@ -175,7 +175,7 @@ def _register(binding: Binding) -> int:
     return _next_key
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _ready_while_tracing(key: int) -> bool:
     # Asked once, while the compiler traces: hooks and replaced parts are judged as they are then, without a guard each.
     return _bindings[key].ready()

@@ -67,8 +67,7 @@ class Report:
         """Forget the calls that were made to compare."""
         for _, op in self._ops:
             for route in op.routes:
-                route.calls = 0
-                route.refusals.clear()
+                route.forget()
 
     def counters(self) -> dict[str, dict[str, Any]]:
         """Calls so far, by op: per method, and refused calls with the sentence that refused them."""

@@ -61,7 +61,7 @@ def run(args: Namespace, output: Output) -> int:
 
 
 def _op(args: Namespace, output: Output, name: str) -> int:
-    from ..core.custom_op import explain
+    from ..core.explain import explain
 
     if args.device is not None:
         raise UsageError("--device goes with a model; for an op, say --platform.")

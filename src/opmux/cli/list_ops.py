@@ -41,15 +41,16 @@ def run(args: Namespace, output: Output) -> int:
 def _describe(name: str, cls: type, platform: str, config: Any) -> dict[str, Any]:
     from ..core import registry
     from ..core.config import CompilationConfig
-    from ..core.custom_op import explain, lineage_of
-    from ..core.decide import CHAINS, NATIVE, implemented
+    from ..core.decide import CHAINS, NATIVE
+    from ..core.explain import explain
+    from ..core.lineage import lineage_of
 
     decision = explain(cls, platform=platform, config=config)
     # What stands in the way here apart from the directives.
     enabled = explain(cls, platform=platform, config=CompilationConfig(custom_ops=["all"]))
     chosen = lineage_of(cls).chosen
     replacement = registry.replacement_of(cls)
-    kernels = {p: [m for m in CHAINS[p] if m != NATIVE and implemented(chosen, m)] for p in PLATFORMS}
+    kernels = {p: [m for m in CHAINS[p] if m != NATIVE and registry.implemented(chosen, m)] for p in PLATFORMS}
     return {
         "name": name,
         "class": cls.__name__,

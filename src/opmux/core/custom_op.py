@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copyreg
 import inspect
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -32,48 +31,22 @@ from torch.nn.modules.module import (
 )
 
 from .. import platforms
-from . import heritage, registry
+from . import heritage, registry, tracing
 from .config import CompilationConfig, current_config
-from .decide import NATIVE, Decision, Facts, Lineage, Verdict, decide, implemented
+from .decide import NATIVE, NO_BACKWARD, Decision, decide
 from .errors import DeviceMismatchError, KernelRefusedError, RegistrationError, UsageError
+from .lineage import lineage_of
 from .plugins import load_general_plugins, require_loaded
 from .requires import NOTHING, requirements_of
+from .route import Route
 
 _compiling = torch.compiler.is_compiling
 _grad_enabled = torch.is_grad_enabled
-_NO_BACKWARD = "has no backward, and an input needs a gradient"
 
 
 def _abstract(method: Callable[..., Any]) -> Callable[..., Any]:
     method.__opmux_abstract__ = True  # type: ignore[attr-defined]
     return method
-
-
-class Route:
-    """Where calls on one (device, dtype) go: the decision, its bound method, and what happened to the calls."""
-
-    __slots__ = ("_refused_calls", "calls", "decision", "differentiable", "method", "when")
-
-    def __init__(self, decision: Decision, method: Callable[..., Any], differentiable: bool) -> None:
-        self.decision = decision
-        self.method = method
-        self.when = requirements_of(method).when
-        self.differentiable = differentiable
-        self.calls = 0
-        self._refused_calls: Counter[str] = Counter()
-
-    @property
-    def refusals(self) -> Counter[str]:
-        """Calls that a kernel could not take -> how many, by the sentence that says why."""
-        counts = Counter(self._refused_calls)
-        for rejected in self.decision.refused:
-            counts[f"{rejected.candidate} {rejected.why}"] += self.calls
-        return +counts
-
-    def refuse(self, instead: Callable[..., Any], why: str) -> Callable[..., Any]:
-        """Count a call that the kernel cannot take, with the sentence that says why, and pass on what runs instead."""
-        self._refused_calls[why] += 1
-        return instead
 
 
 class _CustomOpMeta(type(nn.Module)):  # type: ignore[misc]
@@ -117,7 +90,7 @@ class CustomOp(nn.Module, metaclass=_CustomOpMeta):
             names = list(inspect.signature(cls.forward_native).parameters)[1:]
             cls._lead_name = names[cls.lead] if cls.lead < len(names) else None
         cls._class_key = f"{registry.origin(cls)}@{id(cls)}"
-        _classes[cls._class_key] = cls
+        tracing.classes[cls._class_key] = cls
 
     def __init__(self, *, enforce_enable: bool = False, compile_native: bool = False) -> None:
         if type(self) is CustomOp:
@@ -272,7 +245,7 @@ class CustomOp(nn.Module, metaclass=_CustomOpMeta):
             and (_grad_enabled() or forward_ad._current_level >= 0)
             and self._needs_grad(args, kwargs)
         ):
-            return self._fall_back(route, _NO_BACKWARD, args, kwargs)
+            return self._fall_back(route, NO_BACKWARD, args, kwargs)
         if route.when is not None:
             refusal = route.when(self, *args, **kwargs)
             if refusal is not None:
@@ -348,9 +321,9 @@ class CustomOp(nn.Module, metaclass=_CustomOpMeta):
         if lead is None:
             return self.forward_native(*args, **kwargs)
         if type(self).dispatch_forward is not CustomOp.dispatch_forward and not grad:
-            decision = _decision_while_tracing(self._class_key, self._on, lead.device.type, lead.dtype)
+            decision = tracing.decision(self._class_key, self._on, lead.device.type, lead.dtype)
             return self.dispatch_forward(decision)(*args, **kwargs)
-        refused, methods = _methods_while_tracing(self._class_key, self._on, lead.device.type, lead.dtype)
+        refused, methods = tracing.methods_to_try(self._class_key, self._on, lead.device.type, lead.dtype)
         if self._strict and refused is not None:
             self._refuse_strictly(*refused)
         for method in methods:
@@ -426,13 +399,14 @@ class CustomOp(nn.Module, metaclass=_CustomOpMeta):
         self, route: Route, refusal: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[..., Any]:
         method = route.decision.method
-        if self._strict and refusal is not _NO_BACKWARD:
+        if self._strict and refusal is not NO_BACKWARD:
             self._refuse_strictly(method or "", refusal)
         for name in route.decision.fallbacks or (NATIVE,):
             needs = requirements_of(getattr(type(self), name))
-            if refusal is _NO_BACKWARD and name != NATIVE and not needs.differentiable:
+            if refusal is NO_BACKWARD and name != NATIVE and not needs.differentiable:
                 continue
-            if implemented(type(self), name) and (needs.when is None or needs.when(self, *args, **kwargs) is None):
+            refused = needs.when is not None and needs.when(self, *args, **kwargs) is not None
+            if registry.implemented(type(self), name) and not refused:
                 return route.refuse(getattr(self, name), refusal)
         raise NotImplementedError(
             f"{route.decision.op}: {method} cannot take this call (it {refusal}), and no other method can. Define "
@@ -497,14 +471,7 @@ class CustomOp(nn.Module, metaclass=_CustomOpMeta):
         return copyreg.__newobj__, (type(self),), self.__getstate__()  # type: ignore[attr-defined]
 
 
-_classes: weakref.WeakValueDictionary[str, type] = weakref.WeakValueDictionary()
 _forward = CustomOp.forward
-
-
-def _constant(function: Callable[..., Any]) -> Callable[..., Any]:
-    # What torch.compiler.assume_constant_result does; that one imports the compiler and Triton, seconds of work.
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
 
 
 def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
@@ -526,85 +493,3 @@ def _tensors_in(values: Iterable[Any]) -> list[Tensor]:
 def _has_memory(tensor: Tensor) -> bool:
     """False for subclasses that take over every operation (FakeTensor, DTensor): their address means nothing."""
     return type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
-
-
-@_constant
-def _decision_while_tracing(class_key: str, enabled: bool, device_type: str, dtype: torch.dtype) -> Decision:
-    """The decision for traced code. Takes constants only, as the compiler demands."""
-    facts = platforms.facts_for(torch.device(device_type), dtype, None)
-    verdict = Verdict(enabled, "as decided at construction", "constructor")
-    return decide(lineage_of(_classes[class_key], built=0), facts, verdict)
-
-
-@_constant
-def _methods_while_tracing(
-    class_key: str, enabled: bool, device_type: str, dtype: torch.dtype
-) -> tuple[tuple[str, str] | None, tuple[str, ...]]:
-    """The first kernel that refuses, and why; the platform methods to try. Constants in, constants out."""
-    decision = _decision_while_tracing(class_key, enabled, device_type, dtype)
-    refused = (decision.refused[0].candidate, decision.refused[0].why) if decision.refused else None
-    return refused, tuple(m for m in (decision.method, *decision.fallbacks) if m not in (None, NATIVE))
-
-
-def lineage_of(cls: type, built: int | None = None) -> Lineage:
-    """Which class serves where ``cls`` is asked for; ``built`` is the serial of an object that exists already."""
-    replacement = registry.replacement_of(cls)
-    if replacement is not None and built is None:
-        return Lineage(
-            cls,
-            replacement.cls,
-            True,
-            f"{registry.origin(replacement.cls)} is registered out of tree for {cls.__name__}",
-        )
-    if replacement is not None and built is not None and built < replacement.serial:
-        return Lineage(
-            cls, cls, False, f"built before {registry.origin(replacement.cls)} was registered for {cls.__name__}"
-        )
-    if replacement is not None:
-        return Lineage(
-            cls,
-            cls,
-            False,
-            f"built or loaded as {cls.__name__}, where {registry.origin(replacement.cls)} did not replace it",
-        )
-    if registry.is_replacement(cls):
-        return Lineage(cls, cls, True, f"{registry.origin(cls)} is an out-of-tree replacement")
-    for parent in cls.__mro__[1:]:
-        over = registry.replacement_of(parent)
-        if over is not None:
-            return Lineage(
-                cls,
-                cls,
-                False,
-                f"{cls.__qualname__} has no replacement; its parent {parent.__qualname__} has "
-                f"{registry.origin(over.cls)}, which serves that class only",
-            )
-    lost = heritage.note(cls)
-    if lost is not None:
-        return Lineage(cls, cls, False, lost)
-    return Lineage(cls, cls, False, f"{cls.__qualname__} is the in-tree class and has no replacement")
-
-
-def explain(
-    op: str | type,
-    *,
-    platform: str | None = None,
-    dtype: torch.dtype | None = None,
-    shape: tuple[int, ...] | None = None,
-    config: CompilationConfig | None = None,
-) -> Decision:
-    """The decision for an op by name or class, on this platform or a named one, without running it."""
-    cls = registry.find(op) if isinstance(op, str) else op
-    if not (isinstance(cls, type) and issubclass(cls, CustomOp)):
-        raise UsageError(
-            f"explain takes an op's name or class, not {op!r}. Write explain('rms_norm'); for an object, "
-            "op.decision(x)."
-        )
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise UsageError(f"explain got dtype={dtype!r}; it takes a torch.dtype such as torch.bfloat16.")
-    if config is not None and not isinstance(config, CompilationConfig):
-        raise UsageError(f"explain got config={config!r}; it takes a CompilationConfig(custom_ops=[...]).")
-    load_general_plugins()
-    facts: Facts = platforms.facts_of_platform(platform, dtype, shape)
-    verdict = (config or current_config()).verdict(getattr(cls, "name", None))
-    return decide(lineage_of(cls), facts, verdict)

@@ -10,12 +10,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from .registry import implemented
 from .requires import requirements_of
 
 if TYPE_CHECKING:
     import torch
 
 NATIVE = "forward_native"
+NO_BACKWARD = "has no backward, and an input needs a gradient"
 
 CHAINS: dict[str, tuple[str, ...]] = {
     "cpu": ("forward_cpu", NATIVE),
@@ -109,12 +111,6 @@ class Decision:
         return "\n".join(lines)
 
 
-def implemented(cls: type, method: str) -> bool:
-    """Whether ``cls`` or an ancestor other than the base class defines ``method`` (contract section 2)."""
-    found = getattr(cls, method, None)
-    return callable(found) and not getattr(found, "__opmux_abstract__", False)
-
-
 def chain_for(lineage: Lineage, kind: str) -> tuple[str, ...]:
     """The methods to try, in order. A replacement's own ``forward_oot`` comes first on every platform."""
     chain = CHAINS[kind]
@@ -202,7 +198,7 @@ def _refusal(
     needs = requirements_of(function)
     refusal = needs.refusal(facts)
     if refusal is None and needs_grad and not needs.differentiable:
-        refusal = "has no backward, and an input needs a gradient"
+        refusal = NO_BACKWARD
     if refusal is None and needs.when is not None and call is not None:
         refusal = needs.when(*call[0], **call[1])
     return refusal

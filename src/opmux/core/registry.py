@@ -321,24 +321,26 @@ def _describe(cls: Any) -> str:
 def check_signatures(cls: type) -> None:
     """Every platform method takes what native takes, every override what it overrides (contract R6)."""
     native = getattr(cls, "forward_native", None)
-    if native is not None and _is_implemented(cls, "forward_native"):
+    if native is not None and implemented(cls, "forward_native"):
         for method in PLATFORM_METHODS:
-            if cls.__dict__.get(method, _is_implemented) is not None and not callable(getattr(cls, method)):
-                raise RegistrationError(f"{origin(cls)}.{method} is {getattr(cls, method)!r}; it must be a method.")
-            if _is_implemented(cls, method):
-                _require_accepts(cls, method, getattr(cls, method), "forward_native", native)
+            found = getattr(cls, method, None)  # None withdraws an inherited method
+            if found is not None and not callable(found):
+                raise RegistrationError(f"{origin(cls)}.{method} is {found!r}; it must be a method.")
+            if found is not None and implemented(cls, method):
+                _require_accepts(cls, method, found, "forward_native", native)
     for method in ("forward_native", *PLATFORM_METHODS):
         own = cls.__dict__.get(method)
         if own is None or not callable(own):
             continue
         for ancestor in cls.__mro__[1:]:
-            if ancestor.__dict__.get(method) is not None and _is_implemented(ancestor, method):
+            if ancestor.__dict__.get(method) is not None and implemented(ancestor, method):
                 where = f"{ancestor.__qualname__}.{method}"
                 _require_accepts(cls, method, own, where, ancestor.__dict__[method])
                 break
 
 
-def _is_implemented(cls: type, method: str) -> bool:
+def implemented(cls: type, method: str) -> bool:
+    """Whether ``cls`` or an ancestor other than the base class defines ``method`` (contract section 2)."""
     found = getattr(cls, method, None)
     return callable(found) and not getattr(found, "__opmux_abstract__", False)
 

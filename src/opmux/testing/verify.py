@@ -13,9 +13,9 @@ import torch
 from .. import platforms
 from ..core import registry
 from ..core.cases import FLOATS, Case
-from ..core.custom_op import lineage_of
-from ..core.decide import NATIVE, chain_for, implemented
+from ..core.decide import NATIVE, chain_for
 from ..core.errors import UsageError, did_you_mean
+from ..core.lineage import lineage_of
 from ..core.requires import requirements_of
 from ..platforms.interface import triton_interprets
 from ..tools.progress import Progress, silent
@@ -233,7 +233,7 @@ def methods(cls: Any, place: Place) -> list[str]:
     """The platform methods of the class that serves ``cls`` there, in the order of the chain."""
     lineage = lineage_of(cls)
     chain = chain_for(lineage, place.platform.kind)
-    return [m for m in chain if m != NATIVE and implemented(lineage.chosen, m)]
+    return [m for m in chain if m != NATIVE and registry.implemented(lineage.chosen, m)]
 
 
 def _verify_op(cls: Any, plan: Plan, place: Place) -> Iterator[Row]:
