@@ -425,7 +425,7 @@ def test_d6_no_native_to_fall_to() -> None:
 
 
 def test_d6_a_kernel_pinned_by_hand() -> None:
-    op = RMSNorm(4)
+    op = RMSNorm(4).requires_grad_()
     op._forward_method = op.forward_cpu
     assert op(X).requires_grad, "one of the op's own kernels is not differentiable for being pinned"
     op._forward_method = lambda x: x * 2

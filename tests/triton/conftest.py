@@ -2,8 +2,8 @@
 
 So these tests need a process of their own: ``pytest tests/triton``. In a process that has imported Triton they are
 skipped. The interpreter truncates where it converts fp32 to bf16 and multiplies bf16 blocks as integers, so bf16 is
-checked to two units in the last place and attention in fp16 and fp32; ``benchmarks/gpu_first_ops.py check`` has the
-exact checks, on a GPU.
+checked to two units in the last place and attention in fp16 and fp32; ``benchmarks/gpu_checks.py`` has the exact
+checks, on a GPU.
 """
 
 from __future__ import annotations

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from opmux import ops
 from opmux.core import registry
 from opmux.core.cases import Case, Inputs
 from opmux.core.requires import requirements_of
+from opmux.testing.tensors import in_float64, tensors
 
 ops.load_all()
 
@@ -29,16 +30,6 @@ def cases() -> Iterator[Any]:
                 # bf16 is left to the GPU, see conftest.py.
                 for dtype in (torch.float32, torch.float16):
                     yield pytest.param(cls, case, dtype, id=f"{name}-{case.name}-{str(dtype)[6:]}")
-
-
-def in_float64(value: Any) -> Any:
-    if isinstance(value, nn.Module):
-        return value.double()
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-def tensors(value: Any) -> list[Tensor]:
-    return [t for t in (value if isinstance(value, tuple) else (value,)) if isinstance(t, Tensor)]
 
 
 @pytest.mark.parametrize(("cls", "case", "dtype"), cases())

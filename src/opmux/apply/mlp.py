@@ -103,7 +103,7 @@ def find_mlp(module: Any, uses: Uses, config: CompilationConfig, fuse: bool) -> 
         return verdict
     first, activation = verdict
     if activation != "silu":
-        return f"its activation is {activation}; opmux has no gated op for it yet"
+        return f"its activation is {activation}; apply replaces gated MLPs with silu only"
     if len(first) == 2:
         if not fuse:
             return "gate and up are two layers, and fuse=False keeps them apart"

@@ -127,11 +127,6 @@ class ModelBinding(Binding):
                 return False
         return named.get("return_dict") is not False
 
-    def needs_grad(self, *inputs: Any) -> bool:
-        return any(isinstance(x, Tensor) and x.requires_grad for x in inputs) or any(
-            p.requires_grad for p in self.module.parameters()
-        )
-
 
 def _longest(module: Any, layers: list[LayerBinding]) -> int:
     """The shortest sliding window: shorter texts need no window at all."""

@@ -43,7 +43,7 @@ def looks_like_norm(module: Any) -> bool:
 def find_norm(module: Any) -> NormBinding | str:
     """The binding for a norm, or why there is none."""
     if isinstance(module, nn.LayerNorm) or module._parameters.get("bias") is not None:
-        return "is a layer norm (it subtracts the mean); opmux has no op for it yet"
+        return "is a layer norm (it subtracts the mean); apply replaces RMS norms only"
     verdict = probe.once(("norm", probe.fingerprint(module)), lambda: _recognise(module))
     if isinstance(verdict, str):
         return verdict

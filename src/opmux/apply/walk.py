@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..core.config import CompilationConfig, CompilationMode, current_config, use_config
-from ..core.errors import OpmuxError
+from ..core.errors import OpmuxError, UsageError
 from . import attention, embeddings, interface, layers, linears, mlp, norms
 from .binding import Binding, foreign_forward
 from .report import Report
@@ -56,6 +56,8 @@ def apply(model: nn.Module, config: CompilationConfig | None = None, strict: boo
     Warns:   NothingAppliedWarning if nothing was replaced.
     """
     config = current_config() if config is None else config
+    if not isinstance(config, CompilationConfig):
+        raise UsageError(f"apply takes a CompilationConfig, not {config!r}. Write CompilationConfig(custom_ops=[...]).")
     before: _Applied | None = model.__dict__.get(_STATE)
     if before is not None and before.config == config and before.fuse == fuse:
         _insist(before.report, strict)

@@ -52,7 +52,9 @@ def run(args: Namespace, output: Output) -> int:
     if args.threads is not None and args.threads < 1:
         raise UsageError(f"--threads {args.threads}: it takes a number from 1 up.")
     if args.html is not None:
-        bench_html.require()  # before minutes of work
+        bench_html.require()  # both before minutes of work
+        if not Path(args.html).absolute().parent.is_dir():
+            raise UsageError(f"--html {args.html}: its folder does not exist. Make it first, or name another file.")
     if args.threads is not None:
         import torch
 

@@ -60,7 +60,7 @@ def examine() -> Health:
     for section, look in looks.items():
         try:
             health.facts[section] = look(health)
-        except OpmuxError as error:  # eight passes
+        except OpmuxError as error:
             health.facts[section] = {}
             health.problems.append(Problem(f"{section}: {error}", "Do as the message says, then run doctor again."))
     return health

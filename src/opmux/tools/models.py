@@ -225,7 +225,7 @@ def _check_safetensors(files: list[Path]) -> None:
         try:
             with safe_open(file, framework="numpy"):
                 pass
-        except (SafetensorError, OSError) as error:  # a few files
+        except (SafetensorError, OSError) as error:
             raise ModelError(
                 f"{file} is not a complete safetensors file ({file.stat().st_size:,} bytes): {error}. It was probably "
                 "cut short; copy or download it again."

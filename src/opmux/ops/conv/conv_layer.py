@@ -7,10 +7,11 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...core.cases import FLOATS, Case, Cost, Inputs, Tolerance
 from ...core.custom_op import CustomOp
+from ...core.parameters import frozen
 from ...core.requires import requires
 from . import kernels_cpu
 
@@ -59,10 +60,8 @@ class ConvLayer(CustomOp):
         self.padding = padding if isinstance(padding, str) else self._sizes("padding", padding, 0)
         self.padding_mode = padding_mode
         self.margins = self._margins()
-        self.weight = nn.Parameter(
-            torch.empty(out_channels, in_channels // groups, *self.kernel_size, dtype=params_dtype)
-        )
-        self.bias = nn.Parameter(torch.zeros(out_channels, dtype=params_dtype)) if bias else None
+        self.weight = frozen(torch.empty(out_channels, in_channels // groups, *self.kernel_size, dtype=params_dtype))
+        self.bias = frozen(torch.zeros(out_channels, dtype=params_dtype)) if bias else None
         self._no_matrix = self._why_no_matrix()
 
     def forward_native(self, x: Tensor) -> Tensor:

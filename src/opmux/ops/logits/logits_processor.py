@@ -11,6 +11,7 @@ from torch import Tensor
 from ...core.cases import FLOATS, Case, Cost, Inputs, Tolerance
 from ...core.custom_op import CustomOp
 from ...core.lazy import lazy_module
+from ...core.numerics import wide
 from ...core.requires import requires
 from ..embedding.parallel_lm_head import ParallelLMHead
 from ..embedding.vocab_parallel_embedding import VocabParallelEmbedding
@@ -75,7 +76,7 @@ class LogitsProcessor(CustomOp):
             logits = self._cut(lm_head, F.linear(hidden_states, lm_head.weight, embedding_bias))
         if self.soft_cap is None and self.scale == 1.0:
             return logits.clone() if logits is hidden_states else logits
-        z = logits if logits.dtype == torch.float64 else logits.float()
+        z = wide(logits)
         if self.soft_cap is not None:
             z = self.soft_cap * torch.tanh(z / self.soft_cap)
         return (z * self.scale).to(logits.dtype)
