@@ -1,4 +1,4 @@
-"""What dispatch costs an eager call (contract D7): the op against an ``nn.Module`` whose forward is the same method.
+"""What dispatch costs an eager call: the op against an ``nn.Module`` whose forward is the same method.
 
     python benchmarks/dispatch_overhead.py [--json FILE]
 

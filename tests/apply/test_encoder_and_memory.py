@@ -1,4 +1,4 @@
-"""Vision towers (contract C9), and what apply costs in memory."""
+"""Vision towers, and what apply costs in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One setting, every spelling and every place (contract C8)."""
+"""One setting, every spelling and every place."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class AttentionBinding(Binding):
         module: has q_proj, k_proj and v_proj (or qkv_proj), an output projection, maybe q_norm and k_norm.
         norms: bindings of q_norm and k_norm, or None for both.
         rope: how heads are rotated; None where the layer has no positions.
-        enforce_enable: for vision encoders (contract C9).
+        enforce_enable: for vision encoders.
     """
 
     def __init__(

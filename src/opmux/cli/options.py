@@ -72,7 +72,7 @@ class Call:
     _file: str | None = None
 
     def resolve(self) -> None:
-        """Set ``args.compilation_config`` to the ``CompilationConfig`` that holds here (contract C8).
+        """Set ``args.compilation_config`` to the ``CompilationConfig`` that holds here.
 
         It knows the source of every field. Checking it imports every op, and with them torch.
         """

@@ -43,7 +43,7 @@ class Directives:
 
 
 def split(custom_ops: str | Sequence[str]) -> list[str]:
-    """The entries of any accepted form: a list, a tuple, one string, or items that are comma-joined (C1)."""
+    """The entries of any accepted form: a list, a tuple, one string, or items that are comma-joined."""
     items = [custom_ops] if isinstance(custom_ops, str) else custom_ops
     if not isinstance(items, (list, tuple)) or not all(isinstance(item, str) for item in items):
         raise DirectiveError(
@@ -54,7 +54,7 @@ def split(custom_ops: str | Sequence[str]) -> list[str]:
 
 
 def parse(custom_ops: str | Sequence[str]) -> Directives:
-    """Check every entry and resolve its name (contract C1, C4)."""
+    """Check every entry and resolve its name."""
     entries = split(custom_ops)
     bases = [entry for entry in entries if entry in ("all", "none")]
     if len(bases) > 1:
@@ -107,12 +107,12 @@ class CompilationConfig:
     """The setting of one model: directives, compiler backend and mode.
 
     Args:
-        custom_ops: directives, in any form of contract C1. Without a base mode the default of C3 is used.
+        custom_ops: directives: a list, a tuple, or comma-joined. Without a base mode ``base_mode`` says which holds.
         backend: ``"eager"``, ``"inductor"``, or another backend of ``torch.compile``.
         mode: a ``CompilationMode`` or its number.
         mm_encoder: directives of its own for the multimodal encoder (a list, a dict of fields, or a config); without
-            it the encoder's attention and rope are always enabled (C9).
-        strict: raise where a kernel refuses a call, instead of falling back (D5).
+            it the encoder's attention and rope are always enabled.
+        strict: raise where a kernel refuses a call, instead of falling back.
 
     ``sources`` says for each field where its value came from. ``enabled_custom_ops`` and ``disabled_custom_ops`` count
     the ops that were built under this config. Configs pickle, so workers get what their parent had.
@@ -157,7 +157,7 @@ class CompilationConfig:
         environ: Mapping[str, str] | None = None,
         file: str | os.PathLike[str] | None = None,
     ) -> CompilationConfig:
-        """Merge the places a setting can stand in: argument > command line > environment > file > default (C8)."""
+        """Merge the places a setting can stand in: argument > command line > environment > file > default."""
         environ = os.environ if environ is None else environ
         path = file or environ.get(FILE_ENVIRONMENT)
         layers: list[tuple[str, Mapping[str, Any]]] = []
@@ -195,7 +195,7 @@ class CompilationConfig:
         return self._checked[1]
 
     def base_mode(self) -> tuple[str, str]:
-        """``all`` or ``none``, and the sentence that says why (C3)."""
+        """``all`` or ``none``, and the sentence that says why."""
         base = self.directives().base
         if base is not None:
             return base, f"'{base}' is given"
@@ -221,7 +221,7 @@ class CompilationConfig:
         return Verdict(base == "all", why, source if directives.base is not None else DEFAULT_SOURCE)
 
     def is_custom_op_enabled(self, name: str) -> bool:
-        """Whether ``name`` (registered name or class name) is enabled; an unknown name is an error (C4)."""
+        """Whether ``name`` (registered name or class name) is enabled; an unknown name is an error."""
         known = registry.known_names()
         if not isinstance(name, str) or name not in known:
             raise DirectiveError(f"There is no op {name!r}. {did_you_mean(name, known)}")
@@ -233,7 +233,7 @@ class CompilationConfig:
         return self.mode != CompilationMode.NONE
 
     def for_encoder(self) -> tuple[CompilationConfig, bool]:
-        """The config of the multimodal encoder, and whether its attention and rope are enforced (C9)."""
+        """The config of the multimodal encoder, and whether its attention and rope are enforced."""
         return (self, True) if self.mm_encoder is None else (self.mm_encoder, False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -362,7 +362,7 @@ _outside: tuple[tuple[str | None, str | None], CompilationConfig] | None = None
 
 
 def current_config() -> CompilationConfig:
-    """The config of the innermost ``use_config``; outside any, the environment's or the default one (C6)."""
+    """The config of the innermost ``use_config``; outside any, the environment's or the default one."""
     return _current.get() or _outside_config()
 
 

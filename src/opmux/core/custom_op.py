@@ -254,7 +254,7 @@ class CustomOp(nn.Module, metaclass=_CustomOpMeta):
         return route.method
 
     def dispatch_forward(self, decision: Decision) -> Callable[..., Any]:
-        """The bound method that serves ``decision``. A subclass may override it (contract D3)."""
+        """The bound method that serves ``decision``. A subclass may override it."""
         if decision.method is None:
             raise NotImplementedError(f"{decision.op} cannot run on {decision.platform}: {decision.why}.")
         if decision.method == NATIVE and not decision.enabled and self._compiles_native():
@@ -267,7 +267,7 @@ class CustomOp(nn.Module, metaclass=_CustomOpMeta):
         return self._decide(args, kwargs, ((self, *args), kwargs) if args or kwargs else None)
 
     def redispatch(self, config: CompilationConfig | None = None) -> None:
-        """Decide anew, under ``config`` or the one now in force. Objects keep their decisions otherwise (C6)."""
+        """Decide anew, under ``config`` or the one now in force. Objects keep their decisions otherwise."""
         if config is not None and not isinstance(config, CompilationConfig):
             raise UsageError(
                 f"redispatch takes a CompilationConfig, not {config!r}. Write CompilationConfig(custom_ops=[...])."

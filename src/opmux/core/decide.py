@@ -1,4 +1,4 @@
-"""The decision: which class and method serve an op here, and why (contract D1).
+"""The decision: which class and method serve an op here, and why.
 
 ``decide`` is pure: facts in, a ``Decision`` out. Everything that reports a decision or acts on one - the dispatch
 itself, ``explain``, ``list``, the report of ``apply``, the counters - reads the record that this function made.
@@ -135,9 +135,9 @@ def decide(
         lineage: the class that was asked for and the one that serves.
         facts: platform, device, dtype and tools.
         verdict: what the directives in force say about the op.
-        enforce_enable: the object was built with ``enforce_enable=True`` (contract D2).
+        enforce_enable: the object was built with ``enforce_enable=True``.
         call: bound ``self`` and arguments of one call, for the requirements that look at the call itself.
-        needs_grad: the call needs a gradient, which native has, and a kernel only if it declares so (contract D6).
+        needs_grad: the call needs a gradient, which native has, and a kernel only if it declares so.
         notes: further sentences for the record.
     """
     cls = lineage.chosen

@@ -1,4 +1,4 @@
-"""What a process tells its children about its registrations, so that a loss is never silent (contract P4).
+"""What a process tells its children about its registrations, so that a loss is never silent.
 
 Registrations live in one process. A child started by spawn, forkserver or torchrun begins with the plugins' entry
 points only; what a script registered by hand is not there. The parent therefore leaves the names of its replacements

@@ -1,4 +1,4 @@
-"""Plugins found by entry points, loaded once a process before the first decision (contract P2)."""
+"""Plugins found by entry points, loaded once a process before the first decision."""
 
 from __future__ import annotations
 

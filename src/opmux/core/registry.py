@@ -129,7 +129,7 @@ def find(name: str) -> type:
 
 
 def register(cls: type, name: str, base: type) -> type:
-    """Add ``cls`` to the in-tree registry under ``name`` (contract R2, R6)."""
+    """Add ``cls`` to the in-tree registry under ``name``."""
     if not isinstance(name, str) or not name.isidentifier() or name != name.lower() or name in ("all", "none"):
         raise RegistrationError(
             f"An op is registered under a snake_case name other than 'all' and 'none'; got {name!r}. Write "
@@ -169,7 +169,7 @@ def register(cls: type, name: str, base: type) -> type:
 
 
 def registered_ancestor(cls: type) -> type | None:
-    """The nearest class in ``cls``'s ancestry (itself included) that is registered in-tree (contract R9)."""
+    """The nearest class in ``cls``'s ancestry (itself included) that is registered in-tree."""
     return next((a for a in cls.__mro__ if any(same(a, c) for c in op_registry.values())), None)
 
 
@@ -179,7 +179,7 @@ def registered_ancestor(cls: type) -> type | None:
 def register_oot(
     cls: type, target: str | type, base: type, *, lazy: bool = False, scope: Callable[[], bool] | None = None
 ) -> type:
-    """Make ``cls`` the replacement of ``target``, an in-tree class, its name, or its registered name (R3-R6)."""
+    """Make ``cls`` the replacement of ``target``, an in-tree class, its name, or its registered name."""
     if not isinstance(target, (str, type)):
         raise RegistrationError(
             f"register_oot got the target {target!r}; it takes the name of an op or its class: "
@@ -206,7 +206,7 @@ def register_oot(
 
 
 def replacement_of(cls: type) -> Replacement | None:
-    """The replacement in force for exactly this class, never for its subclasses (R7)."""
+    """The replacement in force for exactly this class, never for its subclasses."""
     found = _state.replacements.get(origin(cls))
     # The public dictionary has the last word: an entry that a caller removed from it is gone.
     if found is None or op_registry_oot.get(found.target) is not found.cls:
@@ -226,7 +226,7 @@ def is_replacement(cls: type) -> bool:
 
 @contextlib.contextmanager
 def oot_scope() -> Iterator[None]:
-    """Undo, on exit, every registration made inside (contract R10)."""
+    """Undo, on exit, every registration made inside."""
     load_catalogues()  # what is loaded on demand belongs to the process, not to the first scope that needs it
     restore = _snapshot(op_registry, op_registry_oot, _state.replacements, _state.pending)
     try:
@@ -319,7 +319,7 @@ def _describe(cls: Any) -> str:
 
 
 def check_signatures(cls: type) -> None:
-    """Every platform method takes what native takes, every override what it overrides (contract R6)."""
+    """Every platform method takes what native takes, every override what it overrides."""
     native = getattr(cls, "forward_native", None)
     if native is not None and implemented(cls, "forward_native"):
         for method in PLATFORM_METHODS:
@@ -340,7 +340,7 @@ def check_signatures(cls: type) -> None:
 
 
 def implemented(cls: type, method: str) -> bool:
-    """Whether ``cls`` or an ancestor other than the base class defines ``method`` (contract section 2)."""
+    """Whether ``cls`` or an ancestor other than the base class defines ``method``."""
     found = getattr(cls, method, None)
     return callable(found) and not getattr(found, "__opmux_abstract__", False)
 

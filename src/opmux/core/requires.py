@@ -1,4 +1,4 @@
-"""What a kernel needs, declared as data on the platform method (contract D5)."""
+"""What a kernel needs, declared as data on the platform method."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def requires(
         capability: the least compute capability ``(major, minor)``.
         when: called with the method's own arguments at every eager call; returns a sentence that refuses the call,
             or None. Keep it cheap.
-        differentiable: the kernel declares a backward, so calls that need a gradient may use it (contract D6).
+        differentiable: the kernel declares a backward, so calls that need a gradient may use it.
     """
     if dtypes is not None and not (isinstance(dtypes, tuple) and all(isinstance(d, torch.dtype) for d in dtypes)):
         raise RegistrationError(f"@requires got dtypes={dtypes!r}; it takes a tuple of dtypes, as (torch.float32,).")

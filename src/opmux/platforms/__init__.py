@@ -1,4 +1,4 @@
-"""Which platform this process is on, and what a decision may know about it (contract P1-P3)."""
+"""Which platform this process is on, and what a decision may know about it."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _check_platform(platform: Any) -> None:
 
 
 def facts_for(device: torch.device | None, dtype: torch.dtype | None, shape: tuple[int, ...] | None) -> Facts:
-    """Facts for tensors on ``device`` (None: the current platform). Dispatch follows the tensors (contract D4)."""
+    """Facts for tensors on ``device`` (None: the current platform). Dispatch follows the tensors."""
     here = current()
     if device is not None and device.type == "meta":
         return Facts("meta", "meta", "meta", dtype, shape)

@@ -17,7 +17,7 @@ LAYOUT_LIMIT = 400_000  # elements; layouts are a matter of addresses, which sma
 
 
 def check(subject: Subject) -> Outcome:
-    """Everything that holds for one call (contract D8), without gradients."""
+    """Everything that holds for one call, without gradients."""
     outcome = Outcome()
     op, args = subject.build()
     why_not = refusal(op, subject.method, args)

@@ -40,7 +40,7 @@ def check_compiled(subject: Subject) -> list[Failure]:
 
 
 def check_gradients(subject: Subject) -> list[Failure]:
-    """A call that needs a gradient gives native's gradients, whatever serves the others (contract D6)."""
+    """A call that needs a gradient gives native's gradients, whatever serves the others."""
     ours, native = (_gradients(subject, native=native) for native in (False, True))
     for number, (got, want) in enumerate(zip(ours, native, strict=True)):
         if (got is None) != (want is None):
