@@ -113,6 +113,8 @@ class Tolerance:
         known = ref.masked_fill(~finite, 0.0)
         mean_square = float(known.square().sum() / finite.sum().clamp(min=1))
         floor = max(info.smallest_normal, self.scale * mean_square**0.5)
-        unit = torch.exp2(torch.floor(torch.log2(known.abs().clamp(min=floor)))) * info.eps
+        # By frexp, not log2, which on some devices falls short of the exponent of a power of two.
+        size = known.abs().clamp(min=floor)
+        unit = size / torch.frexp(size).mantissa * (0.5 * info.eps)
         errors = torch.where(finite, (got - ref).abs() / unit, torch.where(same, 0.0, float("inf")))
         return torch.where(errors.isnan(), float("inf"), errors)  # NaN where the reference is finite

@@ -39,7 +39,8 @@ class QKNormRope(RotaryEmbedding):
         eps: added to the mean square.
     """
 
-    tolerance = Tolerance(ulp=3.0, fp32=16.0, scale=1.0)
+    # Three roundings, and what they do to two terms that may be several times their sum: native in 16 bits is off by 4.
+    tolerance = Tolerance(ulp=6.0, fp32=16.0, scale=1.0)
     lead = 1
 
     def __init__(
