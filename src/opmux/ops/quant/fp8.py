@@ -69,13 +69,20 @@ class Fp8Format:
         """The floor of every dynamic scale."""
         return 1.0 / (self.max * 512.0)
 
+    def scale_of(self, amax: Tensor) -> Tensor:
+        """The dynamic scale for a largest absolute value.
+
+        The divisor is a tensor: by a number, torch multiplies with its reciprocal on CUDA, and the last bit of the
+        scale would depend on the device.
+        """
+        return (amax / torch.full_like(amax, self.max)).clamp(min=self.least_scale)
+
     def cast(self, values: Tensor) -> Tensor:
         """Saturate, then round. The cast alone is not relied on: what it does beyond the range differs by version."""
         return values.clamp(-self.max, self.max).to(self.dtype)
 
 
 def power_of_two_above(scale: Tensor) -> Tensor:
-    """The least power of two that is not below each scale, exactly: by exponents, not by logarithms."""
-    mantissa, exponent = torch.frexp(scale)
-    power = torch.ldexp(torch.ones_like(scale), torch.where(mantissa == 0.5, exponent - 1, exponent))
-    return torch.where(torch.isfinite(scale), power, scale)
+    """The least power of two that is not below each scale, exactly: by mantissas, not by logarithms."""
+    mantissa = torch.frexp(scale).mantissa
+    return torch.where(torch.isfinite(scale) & (mantissa != 0.5), scale / mantissa, scale)

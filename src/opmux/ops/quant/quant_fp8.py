@@ -102,7 +102,7 @@ class QuantFP8(CustomOp):
                 amax = amax.reshape(1)
             if scale_ub is not None:
                 amax = torch.minimum(amax, scale_ub.to(amax.dtype))
-            scale = (amax / self.format.max).clamp(min=self.format.least_scale)
+            scale = self.format.scale_of(amax)
         x_q = self.format.cast(values * _over_blocks(x.shape, 1.0 / scale.to(values.dtype)))
         return self.finished(x_q, scale.float())
 
@@ -110,7 +110,7 @@ class QuantFP8(CustomOp):
         width, size = x.shape[-1], self.group_shape.col
         groups = -(-width // size)
         values = torch.nn.functional.pad(wide(x), (0, groups * size - width)).unflatten(-1, (groups, size))
-        scale = (values.abs().amax(-1) / self.format.max).clamp(min=self.format.least_scale)
+        scale = self.format.scale_of(values.abs().amax(-1))
         if self.use_ue8m0:
             scale = power_of_two_above(scale)
         x_q = self.format.cast(values / scale.unsqueeze(-1)).flatten(-2)[..., :width]
