@@ -113,6 +113,7 @@ def extra(case: Any) -> list[tuple[str, Callable[[dict[str, Tensor]], Any]]]:
         "gelu_tanh_and_mul": lambda s: activation.act_and_mul_triton(s["x"], "gelu_tanh", 0.0, False, False),
         "fatrelu_and_mul": lambda s: activation.act_and_mul_triton(s["x"], "fatrelu", 0.5, False, False),
         "swigluoai_and_mul": lambda s: activation.swigluoai_and_mul_triton(s["x"], 1.702, 7.0),
+        "xielu": lambda s: activation.xielu_triton(s["x"], *_xielu_parameters()),
         "relu2": lambda s: activation.activation_triton(s["x"], "relu2", []),
         "rotary_embedding": lambda s: rope.rotary_embedding(s["pos"], s["q"], s["k"], 128, s["cs32"], True),
         "vocab_embedding gather": lambda s: embedding.embedding_triton(s["i"], s["w"]),
@@ -137,6 +138,13 @@ def extra(case: Any) -> list[tuple[str, Callable[[dict[str, Tensor]], Any]]]:
         },
     }
     return [("opmux", ours[case.op])] if case.op in ours else []
+
+
+@functools.cache
+def _xielu_parameters() -> list[Tensor]:
+    """Slopes of 0.8 (the negative one with beta in it), beta 0.5, eps -1e-6; slopes as inverse softplus."""
+    raw = torch.tensor([0.8, 0.8 - 0.5], dtype=torch.float64).expm1().log()
+    return [torch.tensor(v, device=DEVICE) for v in (*raw.tolist(), 0.5, -1e-6)]
 
 
 def table(path: str) -> None:
@@ -241,9 +249,6 @@ def compare(
     print(f"{what}: {shown}{used}", flush=True)
 
 
-HINTS = [(hint, store) for hint in ("", "evict_first") for store in ("", ".cs")]
-
-
 def tune() -> None:
     """Every candidate tile of every memory-bound kernel."""
     Tile = norm.Tile
@@ -258,9 +263,9 @@ def tune() -> None:
                         c: lambda s, c=c, add=add, h=h: norm.launch(
                             s[0], s[1] if add else None, s[2], EPS, h, 0.0, False, False, c
                         )
-                        for c in [Tile(r, h, w, *hint) for r, w in cuts for hint in HINTS]
+                        for c in [Tile(r, h, w, store) for r, w in cuts for store in ("", ".cs")]
                     },
-                    norm.tile(h),
+                    norm.tile(h, t, add),
                 )  # fmt: skip
     compare(
         "gated T=16384 H=4096", 16384 * 4096 * 6, lambda: (randn(16384, 4096), randn(16384, 4096), randn(4096)),
@@ -268,7 +273,7 @@ def tune() -> None:
             c: lambda s, c=c: norm.launch_gated(*s, EPS, 4096, True, False, c)
             for c in [Tile(r, 4096, w) for r, w in ((1, 4), (1, 8), (1, 16), (2, 8), (2, 16))]
         },
-        norm.tile(4096),
+        norm.tile(4096, 16384),
     )  # fmt: skip
     compare(
         "layer norm T=16384 H=4096", 16384 * 4096 * 4, lambda: (randn(16384, 4096), randn(4096), randn(4096)),
@@ -276,7 +281,7 @@ def tune() -> None:
             c: lambda s, c=c: norm.launch_layer_norm(*s, EPS, c)
             for c in [Tile(r, 4096, w) for r, w in ((1, 4), (1, 8), (1, 16), (2, 8), (2, 16))]
         },
-        norm.tile(4096),
+        norm.layer_norm_tile(4096),
     )  # fmt: skip
     for t in (1, 64, 1024, 16384):
         sizes = [(512, 1), (512, 2), (512, 4), (1024, 2), (1024, 4), (2048, 4), (2048, 8)]
@@ -284,7 +289,7 @@ def tune() -> None:
             f"silu T={t}", t * 14336 * 6, lambda t=t: randn(t, 28672),
             {
                 c: lambda x, c=c: activation.launch(x, "silu", 0.0, False, False, c)
-                for c in [(*size, *hint) for size in sizes for hint in HINTS]
+                for c in sizes
             },
             activation.tile(14336, t),
         )  # fmt: skip
@@ -310,7 +315,7 @@ def tune() -> None:
             f"qk norm rope T={t} (groups,warps)", t * 20480,
             lambda t=t: (torch.randint(0, 32768, (t,), device=DEVICE), randn(t, 6144), randn(128)),
             {c: lambda s, c=c: normed(s, c) for c in [(1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (4, 1), (4, 4), (8, 1)]},
-            rope.tile(t, 32, 8, 128),
+            rope.tile(t, 32, 8, 128, True),
         )  # fmt: skip
     weight = randn(128256, 4096)
     for t in (1, 64, 16384):
@@ -323,18 +328,18 @@ def tune() -> None:
         tiles = [(512, 4), (1024, 4), (2048, 4), (2048, 8), (4096, 4), (4096, 8)]
         compare(
             f"logits T={t} (block,warps)", t * 128256 * 4, lambda t=t: randn(t, 128256, scale=20.0),
-            {c: lambda x, c=c: logits.launch(x, 128256, 30.0, 0.5, False, None, c) for c in tiles}, (2048, 4),
+            {c: lambda x, c=c: logits.launch(x, 128256, 30.0, 0.5, False, None, c) for c in tiles}, logits.tile(t * 128256),
         )  # fmt: skip
 
 
 def tune_quant() -> None:
     """Tiles of the quantizing kernels, alone and behind a gate and a norm."""
     Tile, fp8, scale = norm.Tile, torch.float8_e4m3fn, torch.full((1,), 0.02, device=DEVICE)
-    blocks = [(size, warps, hint) for size in (2048, 4096, 8192) for warps in (4, 8) for hint in ("", "evict_first")]
+    blocks = [(size, warps) for size in (2048, 4096, 8192) for warps in (4, 8)]
     for t, h in ((16384, 4096), (16384, 14336), (64, 4096)):
         block = 4096 if h == 4096 else 16384
         shapes = ((1, 4), (1, 8), (1, 16), (1, 32), (2, 8), (2, 16)) if h == 4096 else ((1, 8), (1, 16), (1, 32))
-        rows = [Tile(r, block, w, hint) for r, w in shapes for hint in ("", "evict_first")]
+        rows = [Tile(r, block, w) for r, w in shapes]
         for gate in (False, True) if h != 4096 else (False,):
             make = lambda t=t, h=h, gate=gate: randn(t, 2 * h if gate else h)  # noqa: E731
             name, size = f"{'silu ' if gate else ''}quant T={t} H={h}", t * h * (5 if gate else 3)
@@ -346,15 +351,15 @@ def tune_quant() -> None:
             compare(
                 f"{name} token", size, make,
                 {c: lambda x, c=c, g=gate: quant.launch(x, None, None, fp8, -1, False, (g, False), c) for c in rows},
-                quant.row_tile(h),
+                quant.row_tile(h, gate),
             )  # fmt: skip
             compare(
                 f"{name} group128", size, make,
                 {c: lambda x, c=c, g=gate: quant.launch(x, None, None, fp8, 128, False, (g, False), c) for c in blocks},
-                quant.GROUP_TILE,
+                quant.group_tile(gate),
             )  # fmt: skip
     t, h = 16384, 4096
-    rows = [Tile(r, h, w, hint) for r, w in ((1, 4), (1, 8), (1, 16), (2, 8), (2, 16)) for hint in ("", "evict_first")]
+    rows = [Tile(r, h, w) for r, w in ((1, 4), (1, 8), (1, 16), (2, 8), (2, 16))]
     for add in (False, True):
         for name, given, group in (("static", True, 0), ("token", False, -1), ("group128", False, 128)):
             compare(
@@ -367,7 +372,7 @@ def tune_quant() -> None:
                     )
                     for c in rows
                 },
-                quant.row_tile(h),
+                quant.norm_row_tile(h, t, add),
             )  # fmt: skip
 
 
@@ -396,7 +401,7 @@ def time_host() -> None:
     norm_op = RMSNorm(4096).to(DEVICE, BF16)
     y = torch.empty_like(x)
     prepared = norm._rms_norm_plan(
-        1, 4096, (4096, 4096), (BF16, None, BF16), EPS, 4096, 0.0, False, False, norm.tile(4096)
+        1, 4096, (4096, 4096), (BF16, None, BF16), EPS, 4096, 0.0, False, False, norm.tile(4096, 1)
     )
     calls = {
         "empty": lambda: torch.empty(x.shape, dtype=x.dtype, device=x.device),

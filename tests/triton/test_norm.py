@@ -84,8 +84,10 @@ def test_the_definition_to_one_unit(cast_order, round_sum):
 
 
 @pytest.mark.parametrize("width", [1, 64, 128, 4096, 8192, 32768])
-def test_tiles_hold_whole_rows(width):
-    cut = tile(width)
+@pytest.mark.parametrize("n_rows", [1, 16384])
+@pytest.mark.parametrize("adds", [False, True])
+def test_tiles_hold_whole_rows(width, n_rows, adds):
+    cut = tile(width, n_rows, adds)
     assert cut.block >= width
     assert cut.rows * cut.block >= cut.warps * 32
 

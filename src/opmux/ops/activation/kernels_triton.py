@@ -51,19 +51,18 @@ def activate(x, threshold, KIND: tl.constexpr, PRECISE: tl.constexpr):
 def _gated_kernel(
     x_ptr, y_ptr, x_stride: tl.int64, width: tl.int64, blocks_per_row: tl.int32, threshold: tl.float32,
     BLOCK: tl.constexpr, EVEN: tl.constexpr, KIND: tl.constexpr, ROUND_GATE: tl.constexpr, GATE_SECOND: tl.constexpr,
-    HINT: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     row = (program // blocks_per_row).to(tl.int64)
     cols = (program % blocks_per_row) * BLOCK + tl.arange(0, BLOCK)
     mask = None if EVEN else cols < width
-    first = tl.load(x_ptr + row * x_stride + cols, mask=mask, eviction_policy=HINT).to(tl.float32)
-    second = tl.load(x_ptr + row * x_stride + width + cols, mask=mask, eviction_policy=HINT).to(tl.float32)
+    first = tl.load(x_ptr + row * x_stride + cols, mask=mask, eviction_policy="evict_first").to(tl.float32)
+    second = tl.load(x_ptr + row * x_stride + width + cols, mask=mask, eviction_policy="evict_first").to(tl.float32)
     gate = activate(second if GATE_SECOND else first, threshold, KIND, y_ptr.dtype.element_ty == tl.float32)
     if ROUND_GATE:
         gate = gate.to(y_ptr.dtype.element_ty).to(tl.float32)
     y = gate * (first if GATE_SECOND else second)
-    tl.store(y_ptr + row * width + cols, y.to(y_ptr.dtype.element_ty), mask=mask, cache_modifier=STORE)
+    tl.store(y_ptr + row * width + cols, y.to(y_ptr.dtype.element_ty), mask=mask, cache_modifier=".cs")
 
 
 @kernel(multiples=("x_stride", "width"))
@@ -77,7 +76,7 @@ def _elementwise_kernel(
     mask = None if EVEN else cols < width
     x = tl.load(x_ptr + row * x_stride + cols, mask=mask, eviction_policy="evict_first").to(tl.float32)
     y = activate(x, 0.0, KIND, y_ptr.dtype.element_ty == tl.float32)
-    tl.store(y_ptr + row * width + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + row * width + cols, y.to(y_ptr.dtype.element_ty), mask=mask, cache_modifier=".cs")
 
 
 @triton.jit
@@ -104,7 +103,7 @@ def _xielu_kernel(
     series = low * (1.0 + low / 2 * (1.0 + low / 3 * series))
     expm1 = tl.where(low > -0.35, series, tl.exp(low) - 1.0)
     y = tl.where(x > 0.0, _softplus(alpha_p_ptr) * x * x, (expm1 - x) * (beta + _softplus(alpha_n_ptr))) + beta * x
-    tl.store(y_ptr + row * width + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
+    tl.store(y_ptr + row * width + cols, y.to(y_ptr.dtype.element_ty), mask=mask, cache_modifier=".cs")
 
 
 @kernel(multiples=("x_stride", "width"))
@@ -122,7 +121,7 @@ def _swigluoai_kernel(
     up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
     y = (up + 1.0) * gate / (1.0 + tl.exp(-alpha * gate))
     cols = block * BLOCK + tl.arange(0, BLOCK)
-    tl.store(y_ptr + row * width + cols, y.to(y_ptr.dtype.element_ty), mask=cols < width)
+    tl.store(y_ptr + row * width + cols, y.to(y_ptr.dtype.element_ty), mask=cols < width, cache_modifier=".cs")
 
 
 @kernel(multiples=("x_stride", "width"))
@@ -152,12 +151,16 @@ def _sparse_kernel(
         tl.store(y_ptr + cols, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def tile(width: int, n_rows: int) -> tuple[int, int, str, str]:
-    """``(block, warps, eviction policy of the loads, cache modifier of the store)``, ``width`` elements a row."""
-    block = min(1024, next_power_of_2(width))
+def tile(width: int, n_rows: int) -> tuple[int, int]:
+    """``(block, warps)`` for ``n_rows`` rows of ``width`` elements.
+
+    SwiGLU of d = 14336 in bf16, microseconds on an H200: 3.2 for 64 rows, 22.5 for 1024, 320.8 for 16384; 1024 and 4
+    warps without streaming stores took 3.4, 23.8 and 337.
+    """
+    block = min(2048, next_power_of_2(width))
     if n_rows * width <= 64 * 1024:  # few elements: spread them over more processors
         block = min(block, 512)
-    return block, 4 if block >= 512 else 1, "evict_first", ""
+    return block, 8 if block == 2048 else 4 if block >= 512 else 1
 
 
 @plan
@@ -169,15 +172,14 @@ def _plan(
     dtypes: tuple[torch.dtype, ...],
     scalars: tuple[float, ...] = (),
     constants: tuple[object, ...] = (),
-    config: tuple[int, int, str, str] | None = None,
+    config: tuple[int, int] | None = None,
 ) -> Launch:
     """Blocks of rows of which ``width`` elements are written."""
-    block, warps, hint, store = config or tile(width, n_rows)
+    block, warps = config or tile(width, n_rows)
     per_row = -(-width // block)
     sizes = (block,) if function is _swigluoai_kernel else (block, width % block == 0)
-    hints = (hint, store) if function is _gated_kernel else ()
     grid = (n_rows * per_row, 1, 1)
-    return function.prepare(grid, (x_stride, width, per_row, *scalars), (*sizes, *constants, *hints), warps)
+    return function.prepare(grid, (x_stride, width, per_row, *scalars), (*sizes, *constants), warps)
 
 
 def launch(
@@ -186,7 +188,7 @@ def launch(
     threshold: float,
     round_gate: bool,
     gate_second: bool,
-    config: tuple[int, int, str, str] | None = None,
+    config: tuple[int, int] | None = None,
 ) -> Tensor:
     """``act_and_mul_triton`` with a tile other than ``tile``'s."""
     y, x, n_rows, width, x_stride = _rows_and_half(x)

@@ -19,7 +19,8 @@ __all__ = ["Attention"]
 kernels_triton = lazy_module("opmux.ops.attention.kernels_triton")
 
 
-_FEWEST_QUERIES_FOR_CUDNN = 256
+_FEWEST_QUERIES_FOR_CUDNN = 128  # of one sequence
+_FEWEST_ROWS_FOR_CUDNN = 512  # of the whole batch
 
 
 @CustomOp.register("attention")
@@ -128,12 +129,14 @@ class Attention(CustomOp):
 
         Measured on an H200 (torch 2.11, cuDNN 9.19, Triton 3.6), microseconds, cuDNN against Triton: causal S = L =
         2048, 32/8 heads of 128: 83, 112; the same at 8192: 1026, 1225; 4 x 2048, 16 heads of 64: 100, 130; 2048, 8/4
-        heads of 256: 54, 77; 8 x 1024 full, 16 heads of 80: 110, 194. But 64 x 64 full, 16 heads of 80: 28, 25, and
-        decode steps are equal. Of a causal S < L its fast kernels take no form.
+        heads of 256: 54, 77; 8 x 1024 full, 16 heads of 80: 110, 194; 512, 9/3 heads of 64: 10.2, 11.9; 32 x 128, 32/8
+        heads of 128: 31, 47. But one sequence of 128: 8.3, 6.8, and of 256: 10.2, 9.3; 64 x 64 full, 16 heads of 80:
+        28, 24; 512 queries behind 3584 keys: 121, 73; decode steps are equal.
         """
-        tokens, head_size = query.shape[1], query.shape[3]
+        batch, tokens, head_size = query.shape[0], query.shape[1], query.shape[3]
         return (
             tokens >= _FEWEST_QUERIES_FOR_CUDNN
+            and batch * tokens >= _FEWEST_ROWS_FOR_CUDNN
             and (tokens == key.shape[1] or not self.causal)
             and attn_mask is None
             and self.sliding_window is None

@@ -11,8 +11,6 @@ from ...core.torch_library import opaque
 from ...native.layout import as_rows
 from ...native.triton_launch import Launch, kernel, new, plan
 
-_BLOCK, _WARPS = 2048, 4
-
 
 @triton.jit
 def tanh(x):
@@ -57,6 +55,11 @@ def _softcap_scale_kernel(
     tl.store(y_ptr + row * width + cols, x.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+def tile(elements: int) -> tuple[int, int]:
+    """``(block, warps)``. One row of 128256 on an H200: 512 1.5 us, 2048 1.7; 64 rows: 2048 11.4, 512 14.2."""
+    return 512 if elements <= 256 * 1024 else 2048, 4
+
+
 @plan
 def _plan(
     n_rows: int,
@@ -66,9 +69,9 @@ def _plan(
     soft_cap: float | None,
     scale: float,
     scale_first: bool,
-    config: tuple[int, int],
+    config: tuple[int, int] | None,
 ) -> Launch:
-    block, warps = config
+    block, warps = config or tile(n_rows * width)
     per_row = -(-width // block)
     precise = dtypes[1] == torch.float32
     constants = (block, width % block == 0, bool(soft_cap), scale_first, precise)
@@ -83,7 +86,7 @@ def launch(
     scale: float,
     scale_first: bool,
     dtype: torch.dtype | None,
-    config: tuple[int, int] = (_BLOCK, _WARPS),
+    config: tuple[int, int] | None = None,
 ) -> Tensor:
     """``softcap_scale_triton`` with another block and another number of warps."""
     y = new((*x.shape[:-1], width), dtype or x.dtype, x.device)
