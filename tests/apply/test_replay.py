@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import opmux
 from opmux.apply.binding import bound
@@ -66,6 +66,28 @@ def test_changed_weights_are_seen(model: Any) -> None:
         model.model.layers[1].input_layernorm.weight = torch.nn.Parameter(torch.full((64,), 0.5, dtype=torch.bfloat16))
     twin = without_replay(model)
     assert torch.equal(decode(model, 8), decode(twin, 8))
+
+
+def test_weights_that_move_between_two_steps_are_seen(model: Any) -> None:
+    cache = DynamicCache(config=model.config)
+    decode(model, 6, cache=cache)
+    assert replay_of(model)._proven
+    model.load_state_dict({name: weight * 2 for name, weight in model.state_dict().items()}, assign=True)
+    twin, same = without_replay(model), copy.deepcopy(cache)
+    with torch.no_grad():
+        ours = model(torch.tensor([[3]]), past_key_values=cache).logits
+        assert torch.equal(ours, twin(torch.tensor([[3]]), past_key_values=same).logits)
+
+
+def test_a_cache_that_torch_writes_is_not_replayed() -> None:
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=16, vocab_size=128,
+    )  # fmt: skip
+    made = Qwen3ForCausalLM(config).eval()
+    opmux.apply(made)
+    assert torch.equal(decode(made, 12), decode(without_replay(made), 12))
 
 
 def test_a_hook_inside_fires(model: Any) -> None:

@@ -2,10 +2,12 @@
 
 At one token the Python around a layer's op calls takes a third as long as its arithmetic. From one step to the next
 only the place in the cache moves, so two recorded steps say how every kernel argument depends on the step. A third,
-real step proves it: the same list of calls, and, replayed, the same bits. From then on a step is the list alone.
+real step proves it: the same list of calls, and, replayed, the same bits. From then on a step is the list alone. Where
+torch computes something between the calls (a copy into the cache, say), the list is not the step, and nothing is
+replayed.
 
-Whatever does not fit (another cache, batch or dtype, new cache memory, ops decided anew) is a real step, and recording
-begins again.
+Whatever does not fit (another cache, batch or dtype, new cache memory, weights that lie elsewhere, ops decided anew) is
+a real step, and recording begins again.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.custom_op import CustomOp, Route
+from ..core.custom_op import CustomOp
+from ..core.route import Route
 from ..native.recording import Recording, recording
 from .cache import GrowingLayer
 
@@ -59,7 +62,7 @@ class Replay:
             self._lock.release()
 
     def _step(self, inputs: tuple[Tensor, ...], layers: list[Any], ops: Iterable[CustomOp], run: Run) -> Tensor:
-        key = _key(inputs, layers)
+        key = _key(inputs, layers, ops)
         if key is None:
             self._forget()
             return run(*inputs)
@@ -130,7 +133,7 @@ class _Plan:
         start, made, out = first
         before, after = made.relative(), second[1].relative()
         kernels = [kernel for kernel, _ in made.calls]
-        if not kernels or kernels != [kernel for kernel, _ in second[1].calls]:
+        if not (made.whole and second[1].whole) or not kernels or kernels != [kernel for kernel, _ in second[1].calls]:
             return None
         moves = []
         for call, (old, new) in enumerate(zip(before, after, strict=True)):
@@ -153,7 +156,7 @@ class _Plan:
         self._move(start)
         mine = Recording(self._calls, self._made.kept).relative()
         same = [kernel for kernel, _ in self._calls] == [kernel for kernel, _ in made.calls]
-        return same and mine == made.relative()
+        return same and made.whole and mine == made.relative()
 
     def replay(self, start: int) -> Tensor:
         """Make the calls; the result lies in memory that the next replay writes again."""
@@ -173,8 +176,8 @@ class _Plan:
             arguments[place] = base + steps * by  # type: ignore[operator]
 
 
-def _key(inputs: tuple[Tensor, ...], layers: list[Any]) -> Any:
-    """What a recording holds for: shapes, dtypes, the cache's memory. None where there is nothing to record."""
+def _key(inputs: tuple[Tensor, ...], layers: list[Any], ops: Iterable[CustomOp]) -> Any:
+    """What a recording holds for: shapes, dtypes, the memory of cache and weights. None where there is nothing to record."""
     hidden = inputs[0]
     batch, places = hidden.shape[0], []
     for layer in layers:
@@ -182,4 +185,5 @@ def _key(inputs: tuple[Tensor, ...], layers: list[Any]) -> Any:
             return None
         places.append(layer.address)
     shapes = tuple((t.shape, t.dtype) for t in inputs)
-    return shapes, tuple(places), torch.is_inference_mode_enabled()
+    weights = [None if p is None else p.data_ptr() for op in ops for p in op._parameters.values()]
+    return shapes, tuple(places), weights, torch.is_inference_mode_enabled()
