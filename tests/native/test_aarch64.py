@@ -84,7 +84,8 @@ def close(out: Tensor, reference: Tensor) -> None:
 @pytest.mark.parametrize("width", [1, 7, 769])
 def test_rms_norm(call: Call, width: int, dtype: torch.dtype) -> None:
     x, weight, out = torch.randn(5, width).to(dtype), torch.randn(width).to(dtype), torch.empty(5, width, dtype=dtype)
-    call("rms_norm", x, width, 0, 0, weight, out, 0, 5, width, width, DTYPE_CODE[dtype], False, 1e-6, 0.0, False, False)
+    own = (x, width, 0, 0, False, weight, dtype == torch.float32, width, width, 1e-6, 0.0, 0, False)
+    call("rms_norm", out, 0, 5, DTYPE_CODE[dtype], *own)
     v = x.double()
     close(out, v / (v.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double())
 

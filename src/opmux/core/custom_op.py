@@ -37,7 +37,7 @@ from .decide import NATIVE, NO_BACKWARD, Decision, decide
 from .errors import DeviceMismatchError, KernelRefusedError, RegistrationError, UsageError
 from .lineage import lineage_of
 from .plugins import load_general_plugins, require_loaded
-from .requires import NOTHING, requirements_of
+from .requires import requirements_of
 from .route import Route
 
 _compiling = torch.compiler.is_compiling
@@ -82,6 +82,8 @@ class CustomOp(nn.Module, metaclass=_CustomOpMeta):
     name: ClassVar[str]
     lead: ClassVar[int] = 0  # index of the argument whose device and dtype decide
     _class_key: ClassVar[str]
+    _whens: ClassVar[dict[str, Callable[..., str | None]]]  # platform method -> what may refuse a call
+    _differentiable: ClassVar[tuple[str, ...]]  # platform methods with a backward
     _lead_name: ClassVar[str | None] = None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -89,6 +91,10 @@ class CustomOp(nn.Module, metaclass=_CustomOpMeta):
         if callable(cls.forward_native):
             names = list(inspect.signature(cls.forward_native).parameters)[1:]
             cls._lead_name = names[cls.lead] if cls.lead < len(names) else None
+        # Plain class attributes, because not every version of the compiler reads a function's own attributes.
+        needs = {m: requirements_of(getattr(cls, m)) for m in registry.PLATFORM_METHODS if callable(getattr(cls, m))}
+        cls._whens = {m: n.when for m, n in needs.items() if n.when is not None}
+        cls._differentiable = tuple(m for m, n in needs.items() if n.differentiable)
         cls._class_key = f"{registry.origin(cls)}@{id(cls)}"
         tracing.classes[cls._class_key] = cls
 
@@ -327,10 +333,10 @@ class CustomOp(nn.Module, metaclass=_CustomOpMeta):
         if self._strict and refused is not None:
             self._refuse_strictly(*refused)
         for method in methods:
-            needs = getattr(type(self), method).__dict__.get("__opmux_requires__", NOTHING)
-            if grad and not needs.differentiable:
+            if grad and method not in self._differentiable:
                 continue
-            refusal = None if needs.when is None else needs.when(self, *args, **kwargs)
+            when = self._whens.get(method)
+            refusal = None if when is None else when(self, *args, **kwargs)
             if refusal is None:
                 return getattr(self, method)(*args, **kwargs)
             if self._strict:
