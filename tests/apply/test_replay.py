@@ -128,3 +128,14 @@ def test_inference_mode_and_no_grad_mix(model: Any) -> None:
     with torch.inference_mode():
         assert torch.equal(decode(model, 8), want)
     assert torch.equal(decode(model, 8), want)
+
+
+def test_autocast_is_left_to_the_model(model: Any) -> None:
+    model = model.float()
+    ids = torch.arange(9)[None]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        got = model(ids).logits
+        opmux.unapply(model)
+        want = model(ids).logits
+    assert got.dtype == want.dtype == torch.bfloat16
+    assert torch.equal(got, want)

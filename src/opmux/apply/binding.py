@@ -75,8 +75,8 @@ class Binding:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def steps_aside(self, *inputs: Any) -> bool:
-        """Whether the module's own forward must run: training, a gradient, a hook inside, a part that was replaced."""
-        if self.module.training or (_grad_enabled() and self.needs_grad(*inputs)):
+        """Whether the module's own forward must run: training, a gradient, autocast, a hook inside, a part replaced."""
+        if self.module.training or (_grad_enabled() and self.needs_grad(*inputs)) or _autocasts():
             return True
         if _compiling():
             return not _ready_while_tracing(self.key)
@@ -122,6 +122,11 @@ class Binding:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.key = _register(self)
+
+
+def _autocasts() -> bool:
+    """Whether torch.autocast chooses dtypes now, which kernels know nothing of."""
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 
 
 def bound(module: Any) -> Any:
