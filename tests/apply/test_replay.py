@@ -24,7 +24,8 @@ def model() -> Any:
         vocab_size=128, max_position_embeddings=1024,
     )  # fmt: skip
     made = LlamaForCausalLM(config).to(torch.bfloat16).eval()
-    opmux.apply(made)
+    report = opmux.apply(made)
+    assert bound(made.model) is not None, str(report)
     return made
 
 

@@ -30,23 +30,23 @@ if triton.knobs.runtime.interpret:
 HOPPER, MI300 = GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)
 KERNELS = {  # launcher, types of the pointers, constexprs, warps, stages
     "norm": (
-        norm._rms_norm_kernel, ["*bf16"] * 5, (1, 4096, True, True, True, False, False, False, "evict_first", ""), 8, 2,
+        norm._rms_norm_kernel, ["*bf16"] * 5, (1, 4096, True, True, True, False, False, False, ""), 8, 2,
     ),
     "static quant": (
         quant._static_kernel, ["*bf16", "*u8", "*fp32", "*fp32"],
-        (4096, True, True, False, False, 448.0, "hardware", "evict_first"), 8, 2,
+        (4096, True, True, False, False, 448.0, "hardware"), 8, 2,
     ),
     "silu and token quant": (
         quant._row_kernel, ["*bf16", "*u8", "*fp32", "*fp32"],
-        (1, 4096, True, False, True, False, False, 448.0, "hardware", ""), 8, 2,
+        (1, 4096, True, False, True, False, False, 448.0, "hardware"), 8, 2,
     ),
     "group quant": (
         quant._group_kernel, ["*bf16", "*u8", "*fp32"],
-        (32, 128, True, False, False, True, 448.0, "fn", ""), 4, 2,
+        (32, 4096, True, False, False, True, 448.0, "fn"), 4, 2,
     ),
     "norm and group quant": (
         quant._norm_kernel, [*["*bf16"] * 3, "*u8", "*bf16", "*fp32", "*fp32"],
-        (1, 4096, True, True, True, False, False, False, False, 128, False, 448.0, "hardware", "", ""), 8, 2,
+        (1, 4096, True, True, True, False, False, False, False, 128, False, 448.0, "hardware"), 8, 2,
     ),
     "tensor quant": (
         quant._tensor_kernel, ["*bf16", "*u8", "*i32", "*fp32"], (512, 8192, 448.0, "hardware"), 8, 2,
@@ -54,8 +54,8 @@ KERNELS = {  # launcher, types of the pointers, constexprs, warps, stages
     "gated norm": (norm._gated_norm_kernel, ["*bf16"] * 4, (1, 4096, True, True, True, False), 8, 2),
     "layer norm": (norm._layer_norm_kernel, ["*bf16"] * 4, (1, 4096, True, True, True), 8, 2),
     "wide norm": (norm._rms_norm_wide_kernel, ["*bf16"] * 5, (8192, True, True, False, False), 16, 2),
-    "silu_and_mul": (activation._gated_kernel, ["*bf16"] * 2, (1024, True, "silu", False, False, "", ".cs"), 4, 2),
-    "gelu_and_mul": (activation._gated_kernel, ["*bf16"] * 2, (1024, True, "gelu", True, True, "", ""), 4, 2),
+    "silu_and_mul": (activation._gated_kernel, ["*bf16"] * 2, (1024, True, "silu", False, False), 4, 2),
+    "gelu_and_mul": (activation._gated_kernel, ["*bf16"] * 2, (1024, True, "gelu", True, True), 4, 2),
     "relu2": (activation._elementwise_kernel, ["*bf16"] * 2, (1024, True, "relu2"), 4, 2),
     "xielu": (activation._xielu_kernel, ["*bf16"] * 6, (1024, True), 4, 2),
     "swigluoai": (activation._swigluoai_kernel, ["*bf16"] * 2, (1024,), 4, 2),

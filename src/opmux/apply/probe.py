@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 
 FP32_TOLERANCE = 2e-5  # of the largest value
-LOW_TOLERANCE = 4.0  # units in the last place of the largest value, in the model's dtype
+# Units in the last place of the largest value, in the model's dtype. Rounding alone reached 3.1 in 30 random models; what
+# is no rounding has failed in fp32 before.
+LOW_TOLERANCE = 8.0
 
 _IGNORED = {"training", "layer_idx", "forward", "config"}
 _verdicts: dict[Any, Any] = {}
