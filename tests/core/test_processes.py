@@ -172,7 +172,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forkserver")
+@pytest.mark.skipif(sys.platform != "linux", reason="the forkserver start method is tried on Linux only")
 def test_b01_b53_workers(run_python: Any, install_plugin: Callable[..., Path], tmp_path: Path) -> None:
     install_plugin("vendor_plugin", PLUGIN, general_plugins="register")
     script = tmp_path / "parent.py"
@@ -221,7 +221,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="gloo under torchrun")
+@pytest.mark.skipif(sys.platform != "linux", reason="torchrun with gloo is tried on Linux only")
 def test_c8_torchrun_workers(run_python: Any, tmp_path: Path) -> None:
     script = tmp_path / "worker.py"
     script.write_text(TORCHRUN)

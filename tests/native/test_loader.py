@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
 def test_importing_loads_no_library() -> None:
     code = "import opmux.native; print('libopmux' in open('/proc/self/maps').read())"
     if not Path("/proc/self/maps").exists():
-        pytest.skip("needs /proc")
+        pytest.skip("reads /proc, which only Linux has")
     assert run_python(code).stdout.strip() == "False"
 
 
@@ -125,3 +126,10 @@ def test_ctypes_calls_give_the_same_answer() -> None:
     by_ctypes = _ctypes_kernel(handle.opmux_activation, "activation")
     by_ctypes(x.data_ptr(), 65, out.data_ptr(), 3, 65, 0, 2, 0.0, 0.0, 0.0, 0.0)
     assert torch.equal(out, torch.relu(x).square())
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="without a compiler there is no library, and ops run native")
+@pytest.mark.skipif(os.environ.get("OPMUX_NATIVE_VARIANT") == "none", reason="the library is switched off on purpose")
+def test_with_a_compiler_the_library_is_there() -> None:
+    """The kernels' tests skip themselves without it, which must never be what makes a run green."""
+    assert library.available, library.reason
