@@ -54,6 +54,7 @@ class TensorParallel:
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum over the ranks, in x's memory: give it a tensor of your own."""
         if self.size > 1:
+            _refuse_gradient(x)
             dist.all_reduce(x, group=self.group)
         return x
 
@@ -61,10 +62,19 @@ class TensorParallel:
         """The ranks' tensors side by side in the last dimension."""
         if self.size == 1:
             return x
+        _refuse_gradient(x)
         x = x.contiguous()
         parts = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(parts, x, group=self.group)
         return torch.cat(parts, dim=-1)
+
+
+def _refuse_gradient(x: Tensor) -> None:
+    # torch's collectives work in place and would leave every rank with the gradient of its own part.
+    if x.requires_grad and torch.is_grad_enabled():
+        raise TensorParallelError(
+            "Sharded ops serve inference: there is no gradient across ranks. Call them under torch.inference_mode()."
+        )
 
 
 ALONE = TensorParallel()

@@ -91,6 +91,25 @@ def _held(head: Any) -> Tensor:
     return held
 
 
+def gated_norm(groups: int, before: bool) -> Tensor:
+    from opmux.ops import RMSNormGated
+
+    op = RMSNormGated(OUT, group_size=OUT // groups, norm_before_gate=before)
+    op.load_weight(randn(OUT))
+    rank, size = op.tp.rank, op.tp.size
+    # Rows of different sizes: a mean over the wrong features shows.
+    x = randn(5, OUT) * torch.logspace(-2, 2, OUT)
+    mine = op(x.chunk(size, -1)[rank], randn(5, OUT).sin().chunk(size, -1)[rank])
+    empty = op(x[:0].chunk(size, -1)[rank], x[:0].chunk(size, -1)[rank])
+    assert empty.shape == (0, OUT // size)
+    return op.tp.all_gather(mine)
+
+
+def fits(groups: int) -> bool:
+    size = tensor_parallel().size
+    return groups % size == 0 or size % groups == 0
+
+
 CHECKS: dict[str, Callable[[], Tensor]] = {
     "column": lambda: column(False),
     "column gathered": lambda: column(True),
@@ -102,9 +121,37 @@ CHECKS: dict[str, Callable[[], Tensor]] = {
     "qkv 1": lambda: qkv(1),
     "embedding": lambda: embedding(0),
     "embedding with added tokens": lambda: embedding(5),
+    **{
+        f"gated norm, {groups} groups{', norm first' * before}": (
+            lambda groups=groups, before=before: gated_norm(groups, before) if fits(groups) else torch.zeros(0)
+        )
+        for groups in (1, 2, 3, 4, 12, 24)
+        for before in (False, True)
+    },
     "logits": lambda: logits(0),
     "logits with added tokens": lambda: logits(5),
 }
+
+
+def refusals(size: int) -> dict[str, str]:
+    """What each wrong size or call says."""
+    from opmux.ops import ColumnParallelLinear, RMSNormGated, RowParallelLinear
+
+    groups = {2: 3, 3: 2, 4: 3}[size]
+    calls: dict[str, Callable[[], object]] = {
+        "linear": lambda: ColumnParallelLinear(IN, size * 7 + 1),
+        "norm": lambda: RMSNormGated(size * 7 + 1),
+        "groups": lambda: RMSNormGated(size * groups * 5, group_size=size * 5),
+        "width": lambda: RMSNormGated(OUT)(randn(1, OUT)),
+        "gradient": lambda: RowParallelLinear(IN, OUT).requires_grad_()(randn(1, IN // size)),
+    }
+    said = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except ValueError as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    return said
 
 
 def worker(rank: int, size: int, port: int, queue: Any) -> None:
@@ -113,15 +160,8 @@ def worker(rank: int, size: int, port: int, queue: Any) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=size)
     init_tensor_parallel()
     results = {name: check().numpy() for name, check in CHECKS.items()}
-    try:
-        from opmux.ops import ColumnParallelLinear
-
-        ColumnParallelLinear(IN, size * 7 + 1)
-        error = ""
-    except TensorParallelError as e:
-        error = str(e)
     if rank == 0:
-        queue.put((results, error))
+        queue.put((results, refusals(size)))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -134,7 +174,7 @@ def test_ranks_together_give_one_process_s_answer(size: int) -> None:
     ranks = [context.Process(target=worker, args=(rank, size, port, queue)) for rank in range(size)]
     for process in ranks:
         process.start()
-    results, error = queue.get(timeout=120)
+    results, said = queue.get(timeout=120)
     for process in ranks:
         process.join(60)
         assert process.exitcode == 0
@@ -142,8 +182,14 @@ def test_ranks_together_give_one_process_s_answer(size: int) -> None:
         got = torch.from_numpy(results[name])
         if got.numel():
             torch.testing.assert_close(got, check(), rtol=1e-5, atol=1e-5)
-    assert str(size) in error
-    assert str(size * 7 + 1) in error
+    for name in ("linear", "norm"):
+        assert said[name].startswith("TensorParallelError")
+        assert f" {size} " in said[name]
+        assert str(size * 7 + 1) in said[name]
+    groups = {2: 3, 3: 2, 4: 3}[size]
+    assert f"{groups} groups of {size * 5} features do not divide over {size} " in said["groups"]
+    assert f"{OUT // size} on each of {size} ranks" in said["width"]
+    assert "inference_mode" in said["gradient"]
 
 
 def test_without_a_process_group_the_error_says_what_to_do() -> None:

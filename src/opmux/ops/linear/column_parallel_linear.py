@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ...core.custom_op import CustomOp
+from ...core.parameters import copy_checked
 from ...distributed import TensorParallel
-from .product import Product, Result, copy_checked, ranks
+from .product import Product, Result, ranks
 
 __all__ = ["ColumnParallelLinear", "MergedColumnParallelLinear", "QKVParallelLinear"]
 

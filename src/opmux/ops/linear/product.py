@@ -130,15 +130,3 @@ def random_parameters(op: CustomOp, inputs: Inputs) -> None:
     """Weights of the size that keeps the products near one."""
     for parameter in op.parameters():
         parameter.data = inputs.randn(*parameter.shape, scale=parameter.shape[-1] ** -0.5)
-
-
-def copy_checked(into: Tensor, source: Tensor, what: str) -> None:
-    """Copy a checkpoint's part into a parameter's part; ValueError with both shapes if they differ."""
-    if source.dim() == 0:
-        source = source.reshape(1)
-    if into.shape != source.shape:
-        raise ValueError(
-            f"{what} of the checkpoint is {tuple(source.shape)}; this rank's place for it is {tuple(into.shape)}."
-        )
-    with torch.no_grad():
-        into.copy_(source)

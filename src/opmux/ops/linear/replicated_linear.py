@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from ...core.custom_op import CustomOp
+from ...core.parameters import copy_checked
 from ...distributed import ALONE
-from .product import Product, copy_checked
+from .product import Product
 
 __all__ = ["ReplicatedLinear"]
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ...core.custom_op import CustomOp
-from .product import Product, Result, copy_checked, ranks
+from ...core.parameters import copy_checked
+from .product import Product, Result, ranks
 
 __all__ = ["RowParallelLinear"]
 
