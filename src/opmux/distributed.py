@@ -34,6 +34,9 @@ class TensorParallel:
     rank: int = 0
     group: Any = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallel:
+        return self  # a copied op has the same ranks, and a process group cannot be copied
+
     def share(self, size: int, what: str) -> int:
         """This rank's part of ``size``; an error with both numbers where it does not divide."""
         if size % self.size:
@@ -47,7 +50,8 @@ class TensorParallel:
         """How many ranks share one of ``size`` things, where there are more ranks than things."""
         if self.size % size:
             raise TensorParallelError(
-                f"{self.size} tensor-parallel ranks cannot share {size} key heads. Choose a multiple or a divisor."
+                f"{self.size} tensor-parallel ranks cannot share {size} key heads. Choose a multiple or a divisor of "
+                f"{size}."
             )
         return self.size // size
 
@@ -57,6 +61,14 @@ class TensorParallel:
             _refuse_gradient(x)
             dist.all_reduce(x, group=self.group)
         return x
+
+    def gather_objects(self, mine: Any) -> list[Any]:
+        """Every rank's object, in the order of ranks."""
+        if self.size == 1:
+            return [mine]
+        everybody: list[Any] = [None] * self.size
+        dist.all_gather_object(everybody, mine, group=self.group)
+        return everybody
 
     def all_gather(self, x: Tensor) -> Tensor:
         """The ranks' tensors side by side in the last dimension."""
@@ -91,7 +103,7 @@ class init_tensor_parallel:  # reads as the function it is; as a context manager
     """Shard ops built from now on over a process group.
 
     Args:
-        mesh_or_group: a one-dimensional ``DeviceMesh``, a process group, or None for all ranks.
+        mesh_or_group: a one-dimensional ``DeviceMesh``, a process group, a ``TensorParallel``, or None for all ranks.
 
     As a context manager it restores what was in force before. Errors: TensorParallelError where
     ``torch.distributed`` is not initialised, or the mesh has several dimensions.
@@ -111,6 +123,8 @@ class init_tensor_parallel:  # reads as the function it is; as a context manager
 
 
 def _ranks_of(mesh_or_group: Any) -> TensorParallel:
+    if isinstance(mesh_or_group, TensorParallel):
+        return mesh_or_group
     if not dist.is_available() or not dist.is_initialized():
         raise TensorParallelError(
             "Tensor parallelism needs a process group: start the processes with torchrun and call "

@@ -13,9 +13,10 @@ from types import ModuleType
 from typing import Any
 
 from .report import Report
+from .sharding import Sharding, shard
 from .walk import NotAppliedError, NothingAppliedWarning, apply, unapply
 
-__all__ = ["NotAppliedError", "NothingAppliedWarning", "Report", "apply", "unapply"]
+__all__ = ["NotAppliedError", "NothingAppliedWarning", "Report", "Sharding", "apply", "shard", "unapply"]
 
 
 class _CallablePackage(ModuleType):

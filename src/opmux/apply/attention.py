@@ -13,15 +13,16 @@ from ..core.custom_op import CustomOp
 from ..core.decide import NATIVE
 from ..ops.attention.attention import Attention
 from ..ops.attention.rotary_attention import RotaryAttention
-from ..ops.linear.replicated_linear import ReplicatedLinear
+from ..ops.linear.product import Product
 from . import probe
 from .binding import Binding, bound, idle, parameter_names
 from .linears import Merged, Uses, linear_op, unmergeable, untouchable
 from .norms import NormBinding
 from .rope import STYLES, Rope, sample_tables
+from .shards import merged_product
 
 CACHE_NAMES = ("cache", "past_key_values", "past_key_value", "layer_past")
-_OUTPUTS = ("o_proj", "out_proj", "dense")
+OUTPUTS = ("o_proj", "out_proj", "dense")
 # Implementations whose masks we read: None means causal, otherwise a boolean or additive [B, 1, S, L].
 IMPLEMENTATIONS = ("sdpa", "eager", "opmux")
 
@@ -47,10 +48,10 @@ class AttentionBinding(Binding):
         self.config = module.config
         self.implementation = self.config._attn_implementation
         self.layer_idx = module.layer_idx
-        self.head_dim, self.heads, self.kv_heads = _sizes(module)
+        self.head_dim, self.heads, self.kv_heads = sizes_of(module)
         self.norms = norms
         self.rope = rope
-        self.output_name = next(name for name in _OUTPUTS if name in children)
+        self.output_name = next(name for name in OUTPUTS if name in children)
         self.output = linear_op(children[self.output_name])
         self._project(children, uses)
         scale = getattr(module, "scaling", None)
@@ -76,17 +77,13 @@ class AttentionBinding(Binding):
         )
 
     def _project(self, children: dict[str, Any], uses: Uses) -> None:
-        names = _inputs(children)
+        names = input_names(children)
         linears = [children[name] for name in names]
-        self.separate: list[ReplicatedLinear] = []
+        self.separate: list[Product] = []
         if len(linears) == 1:
             self.product: Any = linear_op(linears[0])  # None where q, k and v stay apart
         elif unmergeable(linears, uses) is None:
-            with torch.device("meta"):
-                self.product = ReplicatedLinear(
-                    linears[0].in_features, sum(m.out_features for m in linears), linears[0].bias is not None,
-                    return_bias=False,
-                )  # fmt: skip
+            self.product = merged_product(linears, self.head_dim)
             self.merged.append(Merged(linears, self.product))
         else:
             self.product = None
@@ -105,7 +102,7 @@ class AttentionBinding(Binding):
         return self._one_token() if op is self.step else super().sample(op)
 
     def ops(self) -> Iterator[tuple[str, CustomOp, str]]:
-        names = _inputs(self.module._modules)
+        names = input_names(self.module._modules)
         if self.product is not None:
             yield (
                 "{" + ",".join(names) + "}" if len(names) > 1 else names[0],
@@ -218,13 +215,13 @@ def _enabled(*ops: str) -> bool:
 def looks_like_attention(module: Any) -> bool:
     """q, k and v projections (or one for the three) and an output projection."""
     children: dict[str, Any] = module._modules
-    return bool(_inputs(children)) and any(name in children for name in _OUTPUTS)
+    return bool(input_names(children)) and any(name in children for name in OUTPUTS)
 
 
 def find_attention(module: Any, uses: Uses, rotary: nn.Module | None, enforce_enable: bool) -> AttentionBinding | str:
     """The binding for an attention module, or why there is none."""
     children: dict[str, Any] = module._modules
-    for name in (*_inputs(children), next(n for n in _OUTPUTS if n in children)):
+    for name in (*input_names(children), next(n for n in OUTPUTS if n in children)):
         why = untouchable(children[name])
         if why is not None:
             return f"{name} {why}"
@@ -247,21 +244,22 @@ def find_attention(module: Any, uses: Uses, rotary: nn.Module | None, enforce_en
     )
 
 
-def _inputs(children: dict[str, Any]) -> tuple[str, ...]:
+def input_names(children: dict[str, Any]) -> tuple[str, ...]:
+    """The names of the layers that make q, k and v, if they are there."""
     if "qkv_proj" in children:
         return ("qkv_proj",)
     apart = ("q_proj", "k_proj", "v_proj")
     return apart if all(name in children for name in apart) else ()
 
 
-def _sizes(module: Any) -> Any:
-    """(head size, query heads, key heads), or None."""
+def sizes_of(module: Any) -> Any:
+    """(head size, query heads, key heads) of an attention module, or None."""
     children, size = module._modules, getattr(module, "head_dim", None)
     if not isinstance(size, int) or size < 1:
         return None
-    output = children[next(name for name in _OUTPUTS if name in children)]
+    output = children[next(name for name in OUTPUTS if name in children)]
     heads = output.in_features // size
-    rows = sum(children[name].out_features for name in _inputs(children))
+    rows = sum(children[name].out_features for name in input_names(children))
     kv_heads, odd = divmod(rows // size - heads, 2)
     fits = not odd and kv_heads > 0 and heads % kv_heads == 0 and rows == (heads + 2 * kv_heads) * size
     return (size, heads, kv_heads) if fits else None
@@ -271,14 +269,14 @@ def _why_not(module: Any) -> str | None:
     names = parameter_names(module)
     config = getattr(module, "config", None)
     implementation = getattr(config, "_attn_implementation", None)
-    known = {*_inputs(module._modules), *_OUTPUTS, "q_norm", "k_norm"}
+    known = {*input_names(module._modules), *OUTPUTS, "q_norm", "k_norm"}
     more = [name for name, child in module._modules.items() if name not in known and list(child.parameters())]
     more += [name for name, p in module._parameters.items() if p is not None]
     if more:
         return f"has parts beyond q, k, v and output: {', '.join(more)}"
     if "hidden_states" not in names or "position_embeddings" not in names or not set(names) & set(CACHE_NAMES):
         return f"its forward takes {', '.join(names)}, which is not how decoder attention is called"
-    if _sizes(module) is None or not isinstance(getattr(module, "layer_idx", None), int):
+    if sizes_of(module) is None or not isinstance(getattr(module, "layer_idx", None), int):
         return "its head sizes or layer index cannot be read"
     if not getattr(module, "is_causal", True):
         return "is not causal"

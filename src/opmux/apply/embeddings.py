@@ -14,6 +14,7 @@ from ..ops.embedding.vocab_parallel_embedding import VocabParallelEmbedding
 from ..ops.logits.logits_processor import LogitsProcessor
 from .binding import Binding, foreign_forward, share_parameters
 from .linears import untouchable
+from .shards import find_shard
 
 
 class EmbeddingBinding(Binding):
@@ -22,7 +23,9 @@ class EmbeddingBinding(Binding):
     def __init__(self, module: nn.Embedding) -> None:
         super().__init__(module)
         with torch.device("meta"):
-            self.op = VocabParallelEmbedding(module.num_embeddings, module.embedding_dim, padding_size=1)
+            self.op = VocabParallelEmbedding(
+                module.num_embeddings, module.embedding_dim, padding_size=1, disable_tp=True
+            )
         share_parameters(self.op, module)
 
     def ops(self) -> Iterator[tuple[str, CustomOp, str]]:
@@ -47,7 +50,9 @@ class HeadBinding(Binding):
     def __init__(self, module: nn.Linear) -> None:
         super().__init__(module)
         with torch.device("meta"):
-            self.head = ParallelLMHead(module.out_features, module.in_features, module.bias is not None, padding_size=1)
+            self.head = ParallelLMHead(
+                module.out_features, module.in_features, module.bias is not None, padding_size=1, disable_tp=True
+            )
         share_parameters(self.head, module)
         self.op = LogitsProcessor(module.out_features)
 
@@ -61,8 +66,11 @@ class HeadBinding(Binding):
         return self.op(self.head, args[0], self.module._parameters["bias"])
 
 
-def find_embedding(module: Any) -> EmbeddingBinding | str:
+def find_embedding(module: Any) -> Binding | str:
     """The binding for an embedding table, or why there is none."""
+    shard = find_shard(module)
+    if shard is not None:
+        return shard
     if type(module) is not nn.Embedding:
         return f"is a {type(module).__qualname__}, not a plain nn.Embedding"
     weight = module._parameters.get("weight")
@@ -73,6 +81,9 @@ def find_embedding(module: Any) -> EmbeddingBinding | str:
     return foreign_forward(module) or EmbeddingBinding(module)
 
 
-def find_head(module: Any) -> HeadBinding | str:
+def find_head(module: Any) -> Binding | str:
     """The binding for an output projection, or why there is none."""
+    shard = find_shard(module)
+    if shard is not None:
+        return shard
     return untouchable(module) or HeadBinding(module)

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ..core.custom_op import CustomOp
+from ..ops.linear.product import Product
 from ..ops.linear.replicated_linear import ReplicatedLinear
 from .binding import Binding, foreign_forward, share_parameters
+from .shards import SHARDS, own_op
 
 
 class LinearBinding(Binding):
@@ -30,8 +32,10 @@ class LinearBinding(Binding):
         return self.op(args[0])
 
 
-def linear_op(module: nn.Linear) -> ReplicatedLinear:
-    """``replicated_linear`` on the module's own parameters."""
+def linear_op(module: Any) -> Product:
+    """``replicated_linear`` on the module's own parameters; a shard itself."""
+    if isinstance(module, SHARDS):
+        return own_op(module)
     with torch.device("meta"):
         op = ReplicatedLinear(module.in_features, module.out_features, module.bias is not None, return_bias=False)
     share_parameters(op, module)
@@ -39,10 +43,12 @@ def linear_op(module: nn.Linear) -> ReplicatedLinear:
 
 
 def untouchable(module: Any) -> str | None:
-    """Why a linear layer is left alone, or None for a plain one."""
+    """Why a linear layer is left alone, or None for a plain one or a shard of one."""
     cls = type(module)
     if hasattr(module, "base_layer"):
         return f"is LoRA-wrapped ({cls.__module__}.{cls.__qualname__})"
+    if isinstance(module, SHARDS):
+        return None
     if cls is not nn.Linear:
         return f"is a {cls.__qualname__}, not a plain nn.Linear (quantised or wrapped)"
     weight = module._parameters.get("weight")

@@ -15,10 +15,10 @@ from ..core.custom_op import CustomOp
 from ..core.decide import NATIVE
 from ..ops.activation.silu_and_mul import SiluAndMul
 from ..ops.linear.linear_silu_and_mul import LinearSiluAndMul
-from ..ops.linear.replicated_linear import ReplicatedLinear
 from . import probe
 from .binding import Binding, share_parameters
 from .linears import Merged, Uses, linear_op, unmergeable, untouchable
+from .shards import merged_product
 
 _ACTIVATIONS = {
     "silu": F.silu,
@@ -54,8 +54,7 @@ class MLPBinding(Binding):
             if both.decision(linears[0].weight.detach()[:1]).method != NATIVE:
                 self.both = both
         if self.both is None:
-            with torch.device("meta"):
-                self.product = ReplicatedLinear(width, rows, bias, return_bias=False)
+            self.product = merged_product(linears)
             self.gate = SiluAndMul(round_gate=True)
         op: CustomOp = self.product if self.both is None else self.both
         if len(linears) == 1:

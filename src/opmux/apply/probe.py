@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import shards
+
 FP32_TOLERANCE = 2e-5  # of the largest value
 # Units in the last place of the largest value, in the model's dtype. Rounding alone reached 3.1 in 30 random models; what
 # is no rounding has failed in fp32 before.
 LOW_TOLERANCE = 8.0
 
-_IGNORED = {"training", "layer_idx", "forward", "config"}
+_IGNORED = {"training", "layer_idx", "forward", "config", "_built"}
 _verdicts: dict[Any, Any] = {}
 
 
@@ -64,6 +66,7 @@ def quietly() -> Iterator[None]:
 def specimen(module: Any, dtype: torch.dtype) -> Any:
     """A copy to experiment on: eval mode, one dtype, weights that hide nothing (a norm's ones would)."""
     twin = copy.deepcopy(module).eval()
+    shards.alone(twin)
     for part in twin.modules():
         part._forward_hooks.clear()
         part._forward_pre_hooks.clear()

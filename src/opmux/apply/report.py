@@ -8,6 +8,7 @@ from collections import Counter
 from typing import Any
 
 from ..core.custom_op import CustomOp
+from . import shards
 
 _COLUMNS = ("module", "op", "class", "method", "reason")
 
@@ -40,7 +41,7 @@ class Report:
             sample: arguments of a call such as will come; none where the op's own parameters say device and dtype.
         """
         decision = op.decision(*sample)
-        reason = "; ".join(part for part in (note, decision.why) if part)
+        reason = "; ".join(part for part in (note, shards.note(op), decision.why) if part)
         self.entries.append(
             {
                 "path": path,

@@ -10,7 +10,8 @@ from torch import nn
 
 from ..core.config import CompilationConfig, CompilationMode, current_config, use_config
 from ..core.errors import OpmuxError, UsageError
-from . import attention, embeddings, interface, layers, linears, mlp, norms
+from ..ops.embedding.vocab_parallel_embedding import VocabParallelEmbedding
+from . import attention, embeddings, interface, layers, linears, mlp, norms, shards
 from .binding import Binding, foreign_forward
 from .report import Report
 from .rope import find_rotary
@@ -113,7 +114,7 @@ class _Walk:
         self._pass(_takes_an_implementation, lambda m, c, e: interface.find_interface(m, self.rotary, e), "attention")
         self._pass(lambda m: m is head, lambda m, c, e: embeddings.find_head(m), "logits_processor")
         self._pass(
-            lambda m: isinstance(m, nn.Embedding),
+            lambda m: isinstance(m, (nn.Embedding, VocabParallelEmbedding)),
             lambda m, c, e: embeddings.find_embedding(m),
             "vocab_parallel_embedding",
         )
@@ -156,7 +157,7 @@ class _Walk:
         wrapper = next((w for w in self.wrappers if path.startswith(f"{w}.")), None)
         if wrapper is not None:
             return f"is part of {wrapper}, which is LoRA-wrapped"
-        return linears.untouchable(module) or linears.LinearBinding(module)
+        return linears.untouchable(module) or shards.find_shard(module) or linears.LinearBinding(module)
 
 
 def _is_linear(module: Any) -> bool:

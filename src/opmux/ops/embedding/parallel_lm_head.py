@@ -59,6 +59,16 @@ class ParallelLMHead(VocabParallelEmbedding):
         self.weight = embedding.weight
         return self
 
+    def load_bias(self, checkpoint: Tensor) -> None:
+        """Copy this rank's part of a checkpoint's whole bias [vocabulary] and zero the rest."""
+        v = self.vocabulary
+        if self.bias is None or checkpoint.dim() != 1 or checkpoint.shape[0] not in (v.base, v.size, v.total_padded):
+            raise ValueError(
+                f"The checkpoint's bias is {tuple(checkpoint.shape)}; this head "
+                + ("has none." if self.bias is None else f"takes {v.base}, {v.size} or {v.total_padded} values.")
+            )
+        self._fill(self.bias, checkpoint)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
             "ParallelLMHead is not called: it holds the weight. Write LogitsProcessor(vocab_size)(lm_head, hidden)."

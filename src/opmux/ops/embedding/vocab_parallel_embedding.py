@@ -103,15 +103,25 @@ class VocabParallelEmbedding(CustomOp):
                 f"The checkpoint's table is {tuple(checkpoint.shape)}; this layer takes {v.base} rows (base), {v.size} "
                 f"(with added tokens) or {v.total_padded} (padded), each of width {self.embedding_dim}."
             )
+        self._fill(self.weight, checkpoint)
+
+    def _fill(self, into: Tensor, checkpoint: Tensor) -> None:
+        """This rank's rows of ``checkpoint``, where they belong, and zeros."""
+        v = self.vocabulary
         padded = checkpoint.shape[0] == v.total_padded
         added = checkpoint[v.base_padded if padded else v.base :]
         begin, end = v.base_shard
         first, last, row = v.added_shard
         with torch.no_grad():
-            self.weight.zero_()
-            self.weight[: end - begin] = checkpoint[begin:end]
+            into.zero_()
+            into[: end - begin] = checkpoint[begin:end]
             if added.shape[0]:
-                self.weight[row : row + last - first] = added[first - v.base : last - v.base]
+                into[row : row + last - first] = added[first - v.base : last - v.base]
+
+    @property
+    def num_embeddings(self) -> int:
+        """Tokens of the whole vocabulary, by nn.Embedding's name."""
+        return self.vocabulary.size
 
     def extra_repr(self) -> str:
         return f"{self.vocabulary.size}, {self.embedding_dim}, padded={self.vocabulary.total_padded}"

@@ -33,6 +33,8 @@ class ColumnParallelLinear(Product):
             those of the whole weight.
         gather_output: give every rank the whole result.
         disable_tp: hold the whole weight on every rank.
+        tp_rank, tp_size: share the weight in ``tp_size`` parts, of which this rank holds number ``tp_rank``: fewer than
+            there are ranks, where several hold the same (key heads). Both or none, without ``gather_output``.
     """
 
     def __init__(
@@ -46,9 +48,18 @@ class ColumnParallelLinear(Product):
         *,
         return_bias: bool = True,
         disable_tp: bool = False,
+        tp_rank: int | None = None,
+        tp_size: int | None = None,
         enforce_enable: bool = False,
     ) -> None:
         tp = ranks(disable_tp)
+        if tp_rank is not None or tp_size is not None:
+            if tp_rank is None or tp_size is None or not 0 <= tp_rank < tp_size or gather_output:
+                raise ValueError(
+                    f"tp_rank is {tp_rank}, tp_size {tp_size} and gather_output {gather_output}: give both with 0 <= "
+                    "tp_rank < tp_size, and gather no output, since other ranks may hold the same part."
+                )
+            tp = TensorParallel(tp_size, tp_rank)
         self._set_up(input_size, tp.share(output_size, "output_size"), tp, bias, skip_bias_add, params_dtype,
                      return_bias, enforce_enable)  # fmt: skip
         self.input_size = input_size

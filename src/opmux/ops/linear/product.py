@@ -91,6 +91,15 @@ class Product(CustomOp):
     def _added_bias(self) -> Tensor | None:
         return None if self.skip_bias_add else self.bias
 
+    # nn.Linear's names, of this rank's weight: a sharded model's own code reads them.
+    @property
+    def in_features(self) -> int:
+        return self.local_input_size
+
+    @property
+    def out_features(self) -> int:
+        return self.local_output_size
+
     def extra_repr(self) -> str:
         return (
             f"{self.local_input_size}, {self.local_output_size}, bias={self.bias is not None}"

@@ -1,0 +1,126 @@
+"""Modules that ``shard`` put into a model: ops that hold one rank's part of a weight, as ``apply`` meets them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..core.config import current_config
+from ..core.custom_op import CustomOp
+from ..distributed import ALONE, init_tensor_parallel
+from ..ops.embedding.parallel_lm_head import ParallelLMHead
+from ..ops.embedding.vocab_parallel_embedding import VocabParallelEmbedding
+from ..ops.linear.column_parallel_linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear
+from ..ops.linear.product import Product
+from ..ops.linear.replicated_linear import ReplicatedLinear
+from ..ops.linear.row_parallel_linear import RowParallelLinear
+from ..ops.logits.logits_processor import LogitsProcessor
+from .binding import Binding
+
+SHARDS = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
+
+
+class ShardedHead(nn.Module):
+    """An output projection over the ranks: hidden states [..., H] -> logits [..., V], whole on every rank.
+
+    Its only parameters are those of ``head``, under the names that an ``nn.Linear`` there has.
+    """
+
+    head: ParallelLMHead
+    logits: LogitsProcessor
+
+    def __init__(self, head: ParallelLMHead) -> None:
+        super().__init__()
+        # Not as children: the parameters keep the names of the layer that stood here.
+        self.__dict__["head"] = head
+        self.__dict__["logits"] = LogitsProcessor(head.vocabulary.size)
+        self.__dict__["_parameters"] = head._parameters
+
+    def forward(self, hidden_states: Tensor) -> Any:
+        return self.logits(self.head, hidden_states, self.head.bias)
+
+    def extra_repr(self) -> str:
+        return str(self.head)
+
+
+class ShardBinding(Binding):
+    """Puts a shard's ops under the config in force. There is no other forward to bind, nor to go back to."""
+
+    def __init__(self, module: Any, *ops: CustomOp) -> None:
+        super().__init__(module)
+        self.placed = ops
+        for op in ops:
+            op.redispatch(current_config())
+
+    def ops(self) -> Iterator[tuple[str, CustomOp, str]]:
+        for op in self.placed:
+            yield "", op, ""
+
+    def bind(self) -> None:
+        pass
+
+    def unbind(self) -> None:
+        pass
+
+
+def find_shard(module: Any) -> ShardBinding | None:
+    """The binding of a module that ``shard`` put there, None for any other."""
+    if isinstance(module, ShardedHead):
+        return ShardBinding(module, module.head, module.logits)
+    return ShardBinding(module, module) if isinstance(module, SHARDS) else None
+
+
+def own_op(module: Any) -> Product:
+    """A sharded linear layer is its own op, under the config in force."""
+    op: Product = module
+    op.redispatch(current_config())
+    return op
+
+
+def merged_product(linears: list[Any], head_size: int | None = None) -> Product:
+    """One op, without memory, for the rows of all these layers, one layer after the other.
+
+    Args:
+        linears: plain layers, or the column-parallel ones of one rank.
+        head_size: of q, k and v, which is what the layers then are.
+    """
+    first = linears[0]
+    bias = first.bias is not None
+    with torch.device("meta"):
+        if not isinstance(first, ColumnParallelLinear):
+            rows = sum(m.out_features for m in linears)
+            return ReplicatedLinear(first.in_features, rows, bias, return_bias=False)
+        whole = [m.output_size for m in linears]
+        with init_tensor_parallel(first.tp):
+            if head_size is None:
+                return MergedColumnParallelLinear(first.input_size, whole, bias, return_bias=False)
+            heads, kv_heads = whole[0] // head_size, whole[1] // head_size
+            return QKVParallelLinear(first.input_size, head_size, heads, kv_heads, bias, return_bias=False)
+
+
+def alone(module: nn.Module) -> None:
+    """Make the shards of a copy speak to nobody: each rank judges its own part, and no rank waits for another."""
+    for part in module.modules():
+        if isinstance(part, SHARDS):
+            part.tp = ALONE
+
+
+def note(op: CustomOp) -> str:
+    """Which part of a weight this rank's op holds; nothing for an op that holds all of it."""
+    tp = getattr(op, "tp", ALONE)
+    if tp.size == 1:
+        return ""
+    where = f"rank {tp.rank} of {tp.size}"
+    if isinstance(op, QKVParallelLinear):
+        return f"{where}: {op.num_heads} heads, {op.num_kv_heads} of keys"
+    if isinstance(op, RowParallelLinear):
+        return f"{where}: {op.local_input_size} of {op.input_size} columns, summed over the ranks"
+    if isinstance(op, ColumnParallelLinear):
+        return f"{where}: {op.local_output_size} of {op.output_size} rows"
+    if isinstance(op, VocabParallelEmbedding):
+        first, end = op.vocabulary.base_shard
+        return f"{where}: tokens {first} to {end - 1}"
+    return where
