@@ -334,7 +334,8 @@ def attention_steps(module: Any, rotary: nn.Module | None, scale: float) -> Iter
     """Inputs of a decode step, a prefill and one behind it: (tables, x, mask, a pair of caches)."""
     from transformers import DynamicCache
 
-    width = next(p.shape[1] for p in module.parameters() if p.dim() == 2)
+    first = next(iter(input_names(module._modules)), None)
+    width = next(p.shape[1] for p in (module._modules[first] if first else module).parameters() if p.dim() == 2)
     like = probe.random(module, 1)
     lengths = (5, 1, 3)
     positions = torch.arange(sum(lengths), device=like.device).unsqueeze(0)

@@ -68,9 +68,11 @@ class HeadBinding(Binding):
 
 def find_embedding(module: Any) -> Binding | str:
     """The binding for an embedding table, or why there is none."""
-    shard = find_shard(module)
-    if shard is not None:
-        return shard
+    return find_shard(module) or untouchable_table(module) or foreign_forward(module) or EmbeddingBinding(module)
+
+
+def untouchable_table(module: Any) -> str | None:
+    """Why an embedding table is left alone, or None for a plain one."""
     if type(module) is not nn.Embedding:
         return f"is a {type(module).__qualname__}, not a plain nn.Embedding"
     weight = module._parameters.get("weight")
@@ -78,12 +80,9 @@ def find_embedding(module: Any) -> Binding | str:
         return "its weight is no plain tensor (quantised, sharded or offloaded)"
     if module.max_norm is not None:
         return "renormalises its rows when they are read (max_norm)"
-    return foreign_forward(module) or EmbeddingBinding(module)
+    return None
 
 
 def find_head(module: Any) -> Binding | str:
     """The binding for an output projection, or why there is none."""
-    shard = find_shard(module)
-    if shard is not None:
-        return shard
-    return untouchable(module) or HeadBinding(module)
+    return find_shard(module) or untouchable(module) or HeadBinding(module)

@@ -118,19 +118,20 @@ class Report:
         groups: dict[Any, list[dict[str, Any]]] = {}
         for e in self.entries:
             if e["status"] == status:
-                groups.setdefault((_pattern(e["path"]), e["op"], e["class"], e["method"], e["reason"]), []).append(e)
+                groups.setdefault((numbered(e["path"]), e["op"], e["class"], e["method"], e["reason"]), []).append(e)
         return [
             {**members[0], "path": members[0]["path"] if len(members) == 1 else f"{key[0]} x{len(members)}"}
             for key, members in groups.items()
         ]
 
 
-def _pattern(path: str) -> str:
+def numbered(path: str) -> str:
+    """The path with stars for its numbers, so that layers alike read alike."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", path)
 
 
 def _counted(paths: list[str]) -> list[str]:
-    counts = Counter(map(_pattern, paths))
+    counts = Counter(map(numbered, paths))
     return [pattern if count == 1 else f"{pattern} x{count}" for pattern, count in counts.items()]
 
 

@@ -8,6 +8,7 @@ module are made one after the other on random weights, and their outputs must ad
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,9 @@ from ..ops.linear.column_parallel_linear import ColumnParallelLinear, MergedColu
 from ..ops.linear.row_parallel_linear import RowParallelLinear
 from . import attention, probe
 from .binding import parameter_names
+from .embeddings import untouchable_table
 from .linears import untouchable
+from .report import numbered
 from .rope import find_rotary
 from .shards import SHARDS, ShardedHead
 
@@ -38,7 +41,7 @@ class Sharding:
     Attributes:
         tp: the ranks.
         split: paths of the modules of which each rank holds a part.
-        whole: paths of attention and MLP modules that every rank holds and computes whole, each with its reason.
+        whole: paths of the modules that every rank holds and computes whole, each with its reason.
     """
 
     tp: TensorParallel
@@ -46,8 +49,10 @@ class Sharding:
     whole: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        lines = [f"{len(self.split)} modules over {self.tp.size} ranks"]
-        return "\n".join(lines + [f"whole on every rank: {path}: {why}" for path, why in self.whole.items()])
+        lines = [f"{len(self.split)} modules split over {self.tp.size} ranks"]
+        kept = Counter((numbered(path), why) for path, why in self.whole.items())
+        lines += [f"whole on every rank: {path}{f' x{n}' * (n > 1)} {why}" for (path, why), n in kept.items()]
+        return "\n".join(lines)
 
 
 class _Rehearsal(TensorParallel):
@@ -88,13 +93,23 @@ def shard(model: nn.Module) -> Sharding:
         plan.agree()
         for path, split in plan.splits.items():
             split(model.get_submodule(path), tp)
-        vocabulary = _shard_vocabulary(model, tp)
+        vocabulary = _shard_vocabulary(model, tp, plan.whole)
     if not plan.splits and not vocabulary:
         raise TensorParallelError(
             f"Nothing in this {type(model).__name__} can be split over {tp.size} ranks: "
             + ("; ".join(f"{path} {why}" for path, why in plan.whole.items()) or "no part of it was recognised")
         )
+    _note_the_rest(model, plan.whole)
     return Sharding(tp, [*plan.splits, *vocabulary], plan.whole)
+
+
+def _note_the_rest(model: nn.Module, whole: dict[str, str]) -> None:
+    """Weights that nobody looked at are whole, too: experts, say. Vectors (norms, biases) go without saying."""
+    for path, module in model.named_modules():
+        weights = [p for p in module._parameters.values() if p is not None and p.dim() > 1]
+        known = isinstance(module, (*SHARDS, ShardedHead)) or any(f"{path}.".startswith(f"{w}.") for w in whole)
+        if weights and not known:
+            whole[path] = f"is a {type(module).__name__}, which opmux does not split"
 
 
 class _Plan:
@@ -125,10 +140,11 @@ class _Plan:
         """An error that names the first size that does not divide, and the numbers of ranks that would."""
         for path, what, fits in self._sizes:
             if not fits(self.tp.size):
-                sizes = [str(n) for n in range(1, _MOST_RANKS) if all(fit(n) for _, _, fit in self._sizes)]
+                *most, last = [str(n) for n in range(1, _MOST_RANKS) if all(fit(n) for _, _, fit in self._sizes)]
+                sizes = f"{', '.join(most)} or {last} ranks" if most else "1 rank"
                 raise TensorParallelError(
                     f"{path} has {what}, which do not divide by {self.tp.size} tensor-parallel ranks. This model can "
-                    f"be split over {', '.join(sizes)} ranks."
+                    f"be split over {sizes}."
                 )
 
     def agree(self) -> None:
@@ -296,41 +312,55 @@ def _by_features(down: str, parts: int) -> Split:
 # ---- vocabulary ----
 
 
-def _shard_vocabulary(model: nn.Module, tp: TensorParallel) -> list[str]:
-    """Split the plain input embedding and output projection; the paths of what was split."""
-    get_input, get_output = (getattr(model, f"get_{which}_embeddings", None) for which in ("input", "output"))
-    try:
-        table, head = get_input() if get_input else None, get_output() if get_output else None
-    except (AttributeError, NotImplementedError):
-        return []
+def _shard_vocabulary(model: nn.Module, tp: TensorParallel, whole: dict[str, str]) -> list[str]:
+    """Split the plain input embedding and output projection; the paths of what was split. Reasons go to ``whole``."""
+    table, head = _embeddings(model, "input"), _embeddings(model, "output")
     exchanged: dict[int, nn.Module] = {}
+    kept: dict[int, str] = {}
     embedding: VocabParallelEmbedding | None = None
-    if type(table) is nn.Embedding and table.max_norm is None and type(table.weight.data) is Tensor:
+    why = None if table is None else untouchable_table(table)
+    if why is not None:
+        kept[id(table)] = why
+    elif table is not None:
         with init_tensor_parallel(tp), torch.device(table.weight.device):
             embedding = VocabParallelEmbedding(
                 table.num_embeddings, table.embedding_dim, params_dtype=table.weight.dtype
             )
         embedding.load_weight(table.weight)
         exchanged[id(table)] = embedding
-    if type(head) is nn.Linear and untouchable(head) is None:
+    why = None if head is None else untouchable(head)
+    if why is not None:
+        kept[id(head)] = why
+    elif head is not None:
         with init_tensor_parallel(tp), torch.device(head.weight.device):
             new = ParallelLMHead(
                 head.out_features, head.in_features, head.bias is not None, params_dtype=head.weight.dtype
             )
-        if embedding is not None and table is not None and head.weight is table.weight:
+        if embedding is not None and head.weight is table.weight:
             new.tie_weights(embedding)
         else:
             new.load_weight(head.weight)
         if head.bias is not None:
             new.load_bias(head.bias)
         exchanged[id(head)] = ShardedHead(new)
-    paths = []
-    for path, holder in list(model.named_modules()):
+    split = []
+    for holder_path, holder in list(model.named_modules()):
         for name, child in holder._modules.items():
+            path = f"{holder_path}.{name}" if holder_path else name
             if id(child) in exchanged:
                 holder._modules[name] = exchanged[id(child)]
-                paths.append(f"{path}.{name}" if path else name)
-    return paths
+                split.append(path)
+            elif id(child) in kept:
+                whole[path] = kept[id(child)]
+    return split
+
+
+def _embeddings(model: Any, which: str) -> Any:
+    getter = getattr(model, f"get_{which}_embeddings", None)
+    try:
+        return getter() if getter is not None else None
+    except (AttributeError, NotImplementedError):
+        return None
 
 
 # ---- layers ----
