@@ -48,6 +48,10 @@ class Sharding:
     split: list[str] = field(default_factory=list)
     whole: dict[str, str] = field(default_factory=dict)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"size": self.tp.size, "split": list(self.split), "whole": dict(self.whole)}
+
     def __str__(self) -> str:
         lines = [f"{len(self.split)} modules split over {self.tp.size} ranks"]
         kept = Counter((numbered(path), why) for path, why in self.whole.items())

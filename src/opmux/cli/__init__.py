@@ -13,18 +13,21 @@ import warnings
 from collections.abc import Sequence
 
 from ..core.errors import OpmuxError
+from ..tools import ranks
 from .options import parse
-from .output import Output, say_error, say_warning
+from .output import Output, say_error, say_nothing, say_warning
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code. ``--help`` and usage errors raise ``SystemExit``, as argparse does."""
     argv = sys.argv[1:] if argv is None else list(argv)
+    started = ranks.launch()
+    who = f"rank {started.rank}: " if started.world_size > 1 else ""
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = say_warning
+            warnings.showwarning = say_warning if started.rank == 0 else say_nothing
             call = parse(argv)
-            with Output(as_json=call.args.json) as output:
+            with Output(as_json=call.args.json, speaks=started.rank == 0) as output:
                 with output.progress() as progress:
                     progress("Importing torch", None)
                     call.resolve()
@@ -33,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OpmuxError as error:
         if "--debug" in argv:
             traceback.print_exception(error, file=sys.stderr)
-        say_error(str(error))
+        say_error(f"{who}{error}")
         # Errors that are ValueErrors say that the input was wrong; the others, that the work could not be done.
         return 2 if isinstance(error, ValueError) else 1
     except KeyboardInterrupt:

@@ -5,6 +5,7 @@ With --compare, the same prompt goes through the untouched model too, and both s
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,15 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 
 from ..core.errors import UsageError
+from ..tools import ranks
 from . import arguments, tables
 
 if TYPE_CHECKING:
+    import torch
     from jsonargparse import ArgumentParser, Namespace
 
-    from ..tools.models import Loaded
+    from ..apply import Sharding
+    from ..tools.models import Loaded, Source
     from .output import Output
 
 DEFAULT_PROMPT = "What is the capital of France?"
@@ -33,6 +37,10 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--max-new-tokens", type=int, default=128, metavar="N", help="The answer ends here at the latest."
     )
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads. Left out: torch's default.")
+    parser.add_argument(
+        "--tensor-parallel-size", type=int, default=1, metavar="N",
+        help="Split the model over N processes: torchrun --nproc-per-node N -m opmux run --tensor-parallel-size N ...",
+    )  # fmt: skip
     parser.add_argument("--no-chat-template", action="store_true", help="Give the prompt to the model as it is.")
     parser.add_argument("--compare", action="store_true", help="Measure against the untouched model, in turns.")
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="Rounds of --compare; medians are shown.")
@@ -50,13 +58,15 @@ def run(args: Namespace, output: Output) -> int:
 
     if args.threads is not None:
         torch.set_num_threads(args.threads)
-    with output.progress() as progress:
-        device = arguments.device_named(args.device)
-        loaded = models.load(source, args.dtype, device, progress)
-    ids = loaded.encode(prompt, chat_template=not args.no_chat_template)
-    if args.compare:
-        return _compare(args, output, loaded, ids, device)
-    return _answer(args, output, loaded, prompt, ids)
+    device = arguments.device_named(args.device)
+    with contextlib.ExitStack() as stack:
+        if args.tensor_parallel_size > 1:
+            device = stack.enter_context(ranks.group(args.tensor_parallel_size, device))
+        loaded, sharding = _load(args, output, source, device)
+        ids = loaded.encode(prompt, chat_template=not args.no_chat_template)
+        if args.compare:
+            return _compare(args, output, loaded, ids, device)
+        return _answer(args, output, loaded, prompt, ids, sharding)
 
 
 def _check(args: Namespace) -> None:
@@ -64,12 +74,31 @@ def _check(args: Namespace) -> None:
         value = args[option]
         if value is not None and value < 1:
             raise UsageError(f"--{option.replace('_', '-')} {value}: it takes a number from 1 up.")
+    ranks.check(args.tensor_parallel_size)
+    if args.compare and args.tensor_parallel_size > 1:
+        raise UsageError("--compare measures two models in one process: leave out --tensor-parallel-size and torchrun.")
 
 
 def _prompt(given: str | None) -> str:
     if given is None:
         return DEFAULT_PROMPT
     return sys.stdin.read() if given == "-" else given
+
+
+def _load(args: Namespace, output: Output, source: Source, device: torch.device) -> tuple[Loaded, Sharding | None]:
+    """The model on ``device``, and how it was split if it was."""
+    from ..apply import shard
+    from ..tools import models
+
+    with output.progress() as progress:
+        if args.tensor_parallel_size == 1:
+            return models.load(source, args.dtype, device, progress), None
+        with ranks.first_alone():  # on the CPU, where loading maps the files: only this rank's part is ever read
+            loaded = models.load(source, args.dtype, "cpu", progress)
+        progress(f"Splitting the model over {args.tensor_parallel_size} ranks", None)
+        sharding = shard(loaded.model)
+        loaded.model.to(device)
+        return loaded, sharding
 
 
 def _apply(model: Any, args: Namespace, output: Output) -> Any:
@@ -80,11 +109,16 @@ def _apply(model: Any, args: Namespace, output: Output) -> Any:
         return apply(model, args.compilation_config)
 
 
-def _answer(args: Namespace, output: Output, loaded: Loaded, prompt: str, ids: Any) -> int:
+def _answer(
+    args: Namespace, output: Output, loaded: Loaded, prompt: str, ids: Any, sharding: Sharding | None
+) -> int:
     from ..tools.generate import generate
 
     report = _apply(loaded.model, args, output)
-    output.print(f"[bold]{escape(loaded.source.name)}[/bold] in {args.dtype} on {ids.device}: {escape(repr(prompt))}\n")
+    ranked = "" if sharding is None else f", split over {sharding.tp.size} ranks"
+    output.print(
+        f"[bold]{escape(loaded.source.name)}[/bold] in {args.dtype} on {ids.device}{ranked}: {escape(repr(prompt))}\n"
+    )
     if args.compilation_config.compiles:
         output.note("The model is compiled at its first tokens, which takes up to a minute ...")
     answer = generate(loaded, ids, args.max_new_tokens, output.write)
@@ -95,11 +129,14 @@ def _answer(args: Namespace, output: Output, loaded: Loaded, prompt: str, ids: A
         "[dim](one cold run; --compare measures)[/dim]"
     )
     _print_report(args, output, report)
+    if sharding is not None:
+        output.print(f"[dim]{escape(str(sharding))}[/dim]")
     output.json(
         {
             "model": loaded.source.name,
             "dtype": args.dtype,
             "device": str(ids.device),
+            "tensor_parallel": {"size": 1} if sharding is None else sharding.to_dict(),
             "prompt": prompt,
             **answer.to_dict(),
             "report": report.to_dict(),
