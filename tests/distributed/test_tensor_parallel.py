@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import several_ranks
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 from opmux import distributed
@@ -19,7 +17,8 @@ IN, OUT, HEADS, SIZE = 24, 48, 12, 8
 
 
 def randn(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+    values = torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), device="cpu")
+    return values.to(torch.get_default_device())  # the same on every device
 
 
 def column(gather: bool) -> Tensor:
@@ -154,30 +153,15 @@ def refusals(size: int) -> dict[str, str]:
     return said
 
 
-def worker(rank: int, size: int, port: int, queue: Any) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=size)
-    init_tensor_parallel()
-    results = {name: check().numpy() for name, check in CHECKS.items()}
-    if rank == 0:
-        queue.put((results, refusals(size)))
-    dist.barrier()
-    dist.destroy_process_group()
+def on_each_rank(size: int, device: torch.device) -> Any:
+    """The answers of all ranks together, and the refusals."""
+    with torch.device(device), init_tensor_parallel():
+        return {name: check().cpu().numpy() for name, check in CHECKS.items()}, refusals(size)
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_ranks_together_give_one_process_s_answer(size: int) -> None:
-    context = mp.get_context("spawn")
-    queue = context.Queue()
-    port = 29510 + size + os.getpid() % 400
-    ranks = [context.Process(target=worker, args=(rank, size, port, queue)) for rank in range(size)]
-    for process in ranks:
-        process.start()
-    results, said = queue.get(timeout=120)
-    for process in ranks:
-        process.join(60)
-        assert process.exitcode == 0
+@several_ranks.STARTS
+def test_ranks_together_give_one_process_s_answer(size: int, device: str) -> None:
+    results, said = several_ranks.together(size, device)[__name__]
     for name, check in CHECKS.items():
         got = torch.from_numpy(results[name])
         if got.numel():

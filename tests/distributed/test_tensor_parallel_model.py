@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import several_ranks
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import transformers
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import opmux
 from opmux.apply import shard
@@ -46,23 +46,26 @@ def model_of(kind: str, heads: int = 4, kv_heads: int = 2, inner: int = 56, tied
 def answers(model: Any) -> dict[str, Any]:
     """Logits of a prompt and of a padded one, and greedy tokens."""
     padding = torch.tensor([[1] * 5, [0, 0, 1, 1, 1]])
+    prompt, padding = PROMPT.to(model.device), padding.to(model.device)
     with torch.inference_mode():
-        return {
-            "logits": model(PROMPT).logits.numpy(),
-            "padded": model(PROMPT, attention_mask=padding).logits[1, 2:].numpy(),
-            "tokens": model.generate(PROMPT, max_new_tokens=8, do_sample=False).numpy(),
+        found = {
+            "logits": model(prompt).logits,
+            "padded": model(prompt, attention_mask=padding).logits[1, 2:],
+            "tokens": model.generate(prompt, max_new_tokens=8, do_sample=False),
         }
+    return {name: value.cpu().numpy() for name, value in found.items()}
 
 
 def report_of(report: Any) -> list[tuple[str, str, str]]:
     return [(e["path"], e["class"], e["reason"]) for e in report.entries if e["status"] == "applied"]
 
 
-def on_one_rank(kind: str, sizes: tuple[int, int, int], tied: bool) -> dict[str, Any]:
+def on_one_rank(device: torch.device, kind: str, sizes: tuple[int, int, int], tied: bool) -> dict[str, Any]:
     model = model_of(kind, *sizes, tied=tied)
     count = sum(p.numel() for p in model.parameters())
     with init_tensor_parallel():
         done = shard(model)
+    model.to(device)
     held = sum(p.numel() for p in model.parameters())
     before = answers(model)
     report = opmux.apply(model)
@@ -91,37 +94,47 @@ def said(call: Any) -> str:
     return ""
 
 
-def worker(rank: int, size: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size)
-    results: list[Any] = [on_one_rank(*case) for case in cases(size)]
+def on_each_rank(size: int, device: torch.device) -> Any:
+    """What each model of this many ranks answers and reports, and what is refused."""
+    results = [on_one_rank(device, *case) for case in cases(size)]
+    return results, refusals(device) if size == 2 else {}, pairs(device) if size == 4 else None
+
+
+def refusals(device: torch.device) -> dict[str, str]:
+    """What each wrong call says, on 2 ranks."""
     errors = {}
-    if size == 2:
-        with init_tensor_parallel():
-            odd = model_of("Llama", 9, 3, 72)
-            names = list(odd.state_dict())
-            errors["heads"] = said(lambda: shard(odd))
-            errors["untouched"] = str(names == list(odd.state_dict()) and type(odd.lm_head) is nn.Linear)
-            errors["inner"] = said(lambda: shard(model_of("Llama", 4, 2, 57)))
-            errors["nothing"] = said(lambda: shard(nn.Sequential(nn.ReLU())))
-            model = model_of("Llama")
-            shard(model)
-            errors["twice"] = said(lambda: shard(model))
-            model = model_of("Llama")
-            opmux.apply(model)  # ops on whole weights, though ranks are in force
-            errors["whole"] = str(np.allclose(answers(model)["logits"], answers(model_of("Llama"))["logits"], atol=1e-4))
-            errors["late"] = said(lambda: shard(model))
-            errors["ranks differ"] = said(lambda: shard(model_of("Llama") if rank else model_of("Olmo2")))
-    if rank == 0:
-        (folder / "results").write_bytes(pickle.dumps((results, errors)))
-    dist.barrier()
-    dist.destroy_process_group()
+    with init_tensor_parallel():
+        odd = model_of("Llama", 9, 3, 72)
+        names = list(odd.state_dict())
+        errors["heads"] = said(lambda: shard(odd))
+        errors["untouched"] = str(names == list(odd.state_dict()) and type(odd.lm_head) is nn.Linear)
+        errors["inner"] = said(lambda: shard(model_of("Llama", 4, 2, 57)))
+        errors["nothing"] = said(lambda: shard(nn.Sequential(nn.ReLU())))
+        model = model_of("Llama")
+        shard(model)
+        errors["twice"] = said(lambda: shard(model))
+        model = model_of("Llama").to(device)
+        opmux.apply(model)  # ops on whole weights, though ranks are in force
+        errors["whole"] = str(np.allclose(answers(model)["logits"], answers(model_of("Llama"))["logits"], atol=1e-3))
+        errors["late"] = said(lambda: shard(model))
+        other = model_of("Llama" if dist.get_rank() else "Olmo2")
+        errors["ranks differ"] = said(lambda: shard(other))
+    return errors
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_ranks_together_answer_as_one_process(size: int, tmp_path: Path) -> None:
-    mp.spawn(worker, args=(size, tmp_path), nprocs=size)  # raises what a rank raised
-    results, errors = pickle.loads((tmp_path / "results").read_bytes())
+def pairs(device: torch.device) -> dict[str, Any]:
+    """4 ranks as 2 copies of a model, each over 2 ranks: one dimension of a mesh."""
+    mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("copies", "tp"))
+    model = model_of("Llama")
+    with init_tensor_parallel(mesh["tp"]):
+        shard(model)
+    opmux.apply(model.to(device))
+    return answers(model)
+
+
+@several_ranks.STARTS
+def test_ranks_together_answer_as_one_process(size: int, device: str) -> None:
+    results, errors, of_pairs = several_ranks.together(size, device)[__name__]
     for (kind, sizes, tied), got in zip(cases(size), results, strict=True):
         wanted = answers(model_of(kind, *sizes, tied=tied))
         what = f"{kind} {sizes}, tied {tied}, {size} ranks"
@@ -132,6 +145,10 @@ def test_ranks_together_answer_as_one_process(size: int, tmp_path: Path) -> None
         check_what_was_split(kind, size, got)
     if size == 2:
         check_errors(errors)
+    if of_pairs is not None:
+        wanted = answers(model_of("Llama"))
+        np.testing.assert_allclose(of_pairs["logits"], wanted["logits"], rtol=1e-3, atol=2e-3)
+        np.testing.assert_array_equal(of_pairs["tokens"], wanted["tokens"])
 
 
 def check_what_was_split(kind: str, size: int, got: dict[str, Any]) -> None:
