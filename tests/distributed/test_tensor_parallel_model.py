@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import opmux
+from opmux import CustomOp
 from opmux.apply import shard
 from opmux.core.errors import UsageError
 from opmux.distributed import TensorParallelError, init_tensor_parallel
@@ -65,6 +66,9 @@ def on_one_rank(device: torch.device, kind: str, sizes: tuple[int, int, int], ti
     count = sum(p.numel() for p in model.parameters())
     with init_tensor_parallel():
         done = shard(model)
+    for module in model.modules():  # copies of the part, not views that keep the whole alive
+        for p in module._parameters.values() if isinstance(module, CustomOp) else ():
+            assert p is None or p.untyped_storage().nbytes() == p.numel() * p.element_size()
     model.to(device)
     held = sum(p.numel() for p in model.parameters())
     before = answers(model)
