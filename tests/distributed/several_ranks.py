@@ -46,7 +46,8 @@ def _worker(rank: int, size: int, device: str, folder: Path) -> None:
     mine = torch.device(device, rank) if device == "cuda" else torch.device(device)
     if device == "cuda":
         torch.cuda.set_device(mine)
-    dist.init_process_group(init_method=f"file://{folder}/store", rank=rank, world_size=size)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=size)
     results = {name: importlib.import_module(name).on_each_rank(size, mine) for name in FILES}
     if rank == 0:
         (folder / "results").write_bytes(pickle.dumps(results))

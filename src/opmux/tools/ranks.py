@@ -6,12 +6,16 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from ..core.errors import UsageError
 
 if TYPE_CHECKING:
     import torch
+
+# The others wait while the first process downloads or converts a model. A process that ends is noticed by torchrun.
+_PATIENCE = timedelta(hours=2)
 
 
 @dataclass(frozen=True)
@@ -77,8 +81,11 @@ def group(size: int, device: torch.device) -> Iterator[torch.device]:
             )
         device = torch.device(device.type, me.local_rank)
         torch.accelerator.set_device_index(me.local_rank)
-    backend = dist.get_default_backend_for_device(device)
-    dist.init_process_group(backend, device_id=None if device.type == "cpu" else device)
+    dist.init_process_group(
+        dist.get_default_backend_for_device(device),
+        timeout=_PATIENCE,
+        device_id=None if device.type == "cpu" else device,
+    )
     with init_tensor_parallel():
         yield device
     # Not after an error: the other ranks may wait in a collective, and torchrun ends them when this process has ended.
