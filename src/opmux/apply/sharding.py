@@ -28,7 +28,7 @@ from .embeddings import untouchable_table
 from .linears import untouchable
 from .report import numbered
 from .rope import find_rotary
-from .shards import SHARDS, ShardedHead
+from .shards import HOLDERS, SHARDS, ShardedEmbedding, ShardedHead
 
 Split = Callable[[Any, TensorParallel], None]  # makes a module one rank's, in place
 _MOST_RANKS = 1024
@@ -88,7 +88,7 @@ def shard(model: nn.Module) -> Sharding:
     tp = tensor_parallel()
     if tp.size == 1:
         return Sharding(tp)
-    if any(isinstance(m, (*SHARDS, ShardedHead)) for m in model.modules()):
+    if any(isinstance(m, (*SHARDS, *HOLDERS)) for m in model.modules()):
         raise UsageError("The model is sharded already. Load it again to shard it otherwise.")
     if "_opmux" in model.__dict__:
         raise UsageError("opmux.apply was here already. Shard first: opmux.unapply(model), shard(model), then apply.")
@@ -111,7 +111,7 @@ def _note_the_rest(model: nn.Module, whole: dict[str, str]) -> None:
     """Weights that nobody looked at are whole, too: experts, say. Vectors (norms, biases) go without saying."""
     for path, module in model.named_modules():
         weights = [p for p in module._parameters.values() if p is not None and p.dim() > 1]
-        known = isinstance(module, (*SHARDS, ShardedHead)) or any(f"{path}.".startswith(f"{w}.") for w in whole)
+        known = isinstance(module, (*SHARDS, *HOLDERS)) or any(f"{path}.".startswith(f"{w}.") for w in whole)
         if weights and not known:
             whole[path] = f"is a {type(module).__name__}, which opmux does not split"
 
@@ -322,16 +322,16 @@ def _shard_vocabulary(model: nn.Module, tp: TensorParallel, whole: dict[str, str
     exchanged: dict[int, nn.Module] = {}
     kept: dict[int, str] = {}
     embedding: VocabParallelEmbedding | None = None
-    why = None if table is None else untouchable_table(table)
-    if why is not None:
-        kept[id(table)] = why
+    scale = None if table is None else _scale_of(table)
+    if isinstance(scale, str):
+        kept[id(table)] = scale
     elif table is not None:
         with init_tensor_parallel(tp), torch.device(table.weight.device):
             embedding = VocabParallelEmbedding(
                 table.num_embeddings, table.embedding_dim, params_dtype=table.weight.dtype
             )
         embedding.load_weight(table.weight)
-        exchanged[id(table)] = embedding
+        exchanged[id(table)] = embedding if scale is None else ShardedEmbedding(embedding, scale)
     why = None if head is None else untouchable(head)
     if why is not None:
         kept[id(head)] = why
@@ -357,6 +357,22 @@ def _shard_vocabulary(model: nn.Module, tp: TensorParallel, whole: dict[str, str
             elif id(child) in kept:
                 whole[path] = kept[id(child)]
     return split
+
+
+def _scale_of(table: Any) -> Tensor | str | None:
+    """None for a plain embedding; the number by which an embedding multiplies its rows; else why it stays whole."""
+    why = untouchable_table(table)
+    if why is None or not isinstance(table, nn.Embedding) or table.max_norm is not None:
+        return why
+    numbers = [b for b in table._buffers.values() if b is not None and b.numel() == 1]
+    numbers += [torch.tensor(v) for v in vars(table).values() if isinstance(v, float)]
+    ids = torch.arange(min(table.num_embeddings, 64), device=table.weight.device)
+    rows = table.weight[ids]
+    try:
+        given = table(ids)
+    except Exception as error:  # a table that cannot be asked is a table that stays whole
+        return f"could not be rehearsed ({probe.reason_of(error)})"
+    return next((n for n in numbers if torch.equal(given, rows * n.to(rows.dtype))), why)
 
 
 def _embeddings(model: Any, which: str) -> Any:

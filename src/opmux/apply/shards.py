@@ -20,30 +20,70 @@ from ..ops.linear.row_parallel_linear import RowParallelLinear
 from ..ops.logits.logits_processor import LogitsProcessor
 from .binding import Binding
 
-SHARDS = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
+SHARDS = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)  # that are ops themselves
 
 
-class ShardedHead(nn.Module):
-    """An output projection over the ranks: hidden states [..., H] -> logits [..., V], whole on every rank.
+class _Holder(nn.Module):
+    """Stands where a plain layer stood. Its parameters are its op's, under the layer's names; the op is no child."""
 
-    Its only parameters are those of ``head``, under the names that an ``nn.Linear`` there has.
-    """
+    def __init__(self, op: VocabParallelEmbedding) -> None:
+        super().__init__()
+        self.__dict__["_parameters"] = op._parameters
+
+    def ops(self) -> tuple[CustomOp, ...]:
+        """The ops that it calls."""
+        raise NotImplementedError
+
+
+class ShardedHead(_Holder):
+    """An output projection over the ranks: hidden states [..., H] -> logits [..., V], whole on every rank."""
 
     head: ParallelLMHead
     logits: LogitsProcessor
 
     def __init__(self, head: ParallelLMHead) -> None:
-        super().__init__()
-        # Not as children: the parameters keep the names of the layer that stood here.
+        super().__init__(head)
         self.__dict__["head"] = head
         self.__dict__["logits"] = LogitsProcessor(head.vocabulary.size)
-        self.__dict__["_parameters"] = head._parameters
+
+    def ops(self) -> tuple[CustomOp, ...]:
+        return self.head, self.logits
 
     def forward(self, hidden_states: Tensor) -> Any:
         return self.logits(self.head, hidden_states, self.head.bias)
 
     def extra_repr(self) -> str:
         return str(self.head)
+
+
+class ShardedEmbedding(_Holder):
+    """An embedding over the ranks whose rows are multiplied by a number, rounded to their dtype (Gemma)."""
+
+    table: VocabParallelEmbedding
+    scale: Tensor
+
+    def __init__(self, table: VocabParallelEmbedding, scale: Tensor) -> None:
+        super().__init__(table)
+        self.__dict__["table"] = table
+        self.register_buffer("scale", scale.detach().clone(), persistent=False)
+
+    @property
+    def num_embeddings(self) -> int:
+        """Tokens of the whole vocabulary, by nn.Embedding's name."""
+        return self.table.num_embeddings
+
+    def ops(self) -> tuple[CustomOp, ...]:
+        return (self.table,)
+
+    def forward(self, input_ids: Tensor) -> Any:
+        rows = self.table(input_ids)
+        return rows * self.scale.to(rows.dtype)
+
+    def extra_repr(self) -> str:
+        return str(self.table)
+
+
+HOLDERS = (ShardedHead, ShardedEmbedding)
 
 
 class ShardBinding(Binding):
@@ -68,8 +108,8 @@ class ShardBinding(Binding):
 
 def find_shard(module: Any) -> ShardBinding | None:
     """The binding of a module that ``shard`` put there, None for any other."""
-    if isinstance(module, ShardedHead):
-        return ShardBinding(module, module.head, module.logits)
+    if isinstance(module, HOLDERS):
+        return ShardBinding(module, *module.ops())
     return ShardBinding(module, module) if isinstance(module, SHARDS) else None
 
 

@@ -114,7 +114,7 @@ class _Walk:
         self._pass(_takes_an_implementation, lambda m, c, e: interface.find_interface(m, self.rotary, e), "attention")
         self._pass(lambda m: m is head, lambda m, c, e: embeddings.find_head(m), "logits_processor")
         self._pass(
-            lambda m: isinstance(m, (nn.Embedding, VocabParallelEmbedding)),
+            lambda m: isinstance(m, (nn.Embedding, VocabParallelEmbedding, shards.ShardedEmbedding)),
             lambda m, c, e: embeddings.find_embedding(m),
             "vocab_parallel_embedding",
         )
