@@ -44,6 +44,17 @@ def model_of(kind: str, heads: int = 4, kv_heads: int = 2, inner: int = 56, tied
     return model
 
 
+class Squeezed(nn.Module):
+    """Two linear layers of an MLP's sizes, and between them what needs all features at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.up = nn.Linear(32, 5), nn.Linear(5, 32)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.up(self.down(x).softmax(-1))
+
+
 def answers(model: Any) -> dict[str, Any]:
     """Logits of a prompt and of a padded one, and greedy tokens."""
     padding = torch.tensor([[1] * 5, [0, 0, 1, 1, 1]])
@@ -120,6 +131,9 @@ def refusals(device: torch.device) -> dict[str, str]:
         model = model_of("Llama").to(device)
         opmux.apply(model)  # ops on whole weights, though ranks are in force
         errors["whole"] = str(np.allclose(answers(model)["logits"], answers(model_of("Llama"))["logits"], atol=1e-3))
+        beside = model_of("Llama")
+        beside.beside = Squeezed()  # its 5 features do not divide, but it is no MLP either
+        errors["no MLP"] = str(shard(beside).whole)
         errors["late"] = said(lambda: shard(model))
         other = model_of("Llama" if dist.get_rank() else "Olmo2")
         errors["ranks differ"] = said(lambda: shard(other))
@@ -183,6 +197,7 @@ def check_errors(errors: dict[str, str]) -> None:
     assert "Nothing in this Sequential can be split over 2 ranks" in errors["nothing"]
     assert "sharded already" in errors["twice"]
     assert errors["whole"] == "True"
+    assert "'beside': 'the parts that the ranks would hold do not add up to it" in errors["no MLP"]
     assert "opmux.apply was here already" in errors["late"]
     assert "would split other modules than rank 0" in errors["ranks differ"]
 

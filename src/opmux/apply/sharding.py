@@ -17,20 +17,17 @@ import torch
 from torch import Tensor, nn
 
 from ..core.errors import UsageError
-from ..distributed import TensorParallel, TensorParallelError, init_tensor_parallel, tensor_parallel
-from ..ops.embedding.parallel_lm_head import ParallelLMHead
-from ..ops.embedding.vocab_parallel_embedding import VocabParallelEmbedding
-from ..ops.linear.column_parallel_linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear
-from ..ops.linear.row_parallel_linear import RowParallelLinear
+from ..distributed import TensorParallel, TensorParallelError, tensor_parallel
 from . import attention, probe
 from .binding import parameter_names
-from .embeddings import untouchable_table
 from .linears import untouchable
 from .report import numbered
 from .rope import find_rotary
-from .shards import HOLDERS, SHARDS, ShardedEmbedding, ShardedHead
+from .shards import HOLDERS, SHARDS
+from .splits import Split, by_features, by_heads, split_vocabulary
 
-Split = Callable[[Any, TensorParallel], None]  # makes a module one rank's, in place
+Run = Callable[[Any], Iterator[Tensor]]  # a module's outputs for some random input
+
 _MOST_RANKS = 1024
 
 
@@ -97,7 +94,7 @@ def shard(model: nn.Module) -> Sharding:
         plan.agree()
         for path, split in plan.splits.items():
             split(model.get_submodule(path), tp)
-        vocabulary = _shard_vocabulary(model, tp, plan.whole)
+        vocabulary = split_vocabulary(model, tp, plan.whole)
     if not plan.splits and not vocabulary:
         raise TensorParallelError(
             f"Nothing in this {type(model).__name__} can be split over {tp.size} ranks: "
@@ -137,8 +134,7 @@ class _Plan:
             self.whole[path] = found
         else:
             self._sizes.append((path, found.what, found.fits))
-            if found.split is not None:
-                self.splits[path] = found.split
+            self.splits[path] = found.split
 
     def _insist(self) -> None:
         """An error that names the first size that does not divide, and the numbers of ranks that would."""
@@ -165,14 +161,11 @@ class _Plan:
 
 @dataclass(frozen=True)
 class _Found:
-    """A module that can be split; ``split`` is None where this number of ranks does not fit."""
+    """A module that can be split: how, and over which numbers of ranks."""
 
     what: str
     fits: Callable[[int], bool]
-    split: Split | None
-
-
-# ---- attention ----
+    split: Split
 
 
 def _attention(module: Any, tp: TensorParallel, rotary: nn.Module | None) -> _Found | str:
@@ -189,63 +182,15 @@ def _attention(module: Any, tp: TensorParallel, rotary: nn.Module | None) -> _Fo
     def fits(ranks: int) -> bool:
         return heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0)
 
+    def run(twin: Any) -> Iterator[Tensor]:
+        twin.layer_idx = 0
+        cache_name = next(name for name in parameter_names(twin) if name in attention.CACHE_NAMES)
+        for tables, x, mask, (cache, _) in attention.attention_steps(twin, rotary, 1.0):
+            named = {"hidden_states": x, "position_embeddings": tables, "attention_mask": mask, cache_name: cache}
+            yield twin(**named)[0]
+
     what = f"{heads} heads" if kv_heads == heads else f"{heads} heads and {kv_heads} key heads"
-    if not fits(tp.size):
-        return _Found(what, fits, None)
-
-    def judge() -> Split | str:
-        def run(twin: Any) -> Iterator[Tensor]:
-            twin.layer_idx = 0
-            cache_name = next(name for name in parameter_names(twin) if name in attention.CACHE_NAMES)
-            for tables, x, mask, (cache, _) in attention.attention_steps(twin, rotary, 1.0):
-                named = {"hidden_states": x, "position_embeddings": tables, "attention_mask": mask, cache_name: cache}
-                yield twin(**named)[0]
-
-        return _first_that_adds_up([_by_heads(sizes, own) for own in (False, True)], module, tp, run)
-
-    split = probe.once(("shard", tp.size, probe.fingerprint(module)), judge)
-    return split if isinstance(split, str) else _Found(what, fits, split)
-
-
-def _by_heads(sizes: tuple[int, int, int], config_of_its_own: bool) -> Split:
-    """Split q, k, v by heads.
-
-    Args:
-        config_of_its_own: the module reads its numbers of heads from its config at every call: give it one.
-    """
-    size, heads, kv_heads = sizes
-
-    def split(module: Any, tp: TensorParallel) -> None:
-        children = module._modules
-        mine, mine_kv = heads // tp.size, max(1, kv_heads // tp.size)
-        if "qkv_proj" in children:
-            old = children["qkv_proj"]
-            with init_tensor_parallel(tp), torch.device(old.weight.device):
-                new = QKVParallelLinear(
-                    old.in_features, size, heads, kv_heads, old.bias is not None, params_dtype=old.weight.dtype,
-                    return_bias=False,
-                )  # fmt: skip
-            new.load_shard(old.weight, None, old.bias)
-            children["qkv_proj"] = new
-        else:
-            children["q_proj"] = _column(children["q_proj"], tp)
-            for name in ("k_proj", "v_proj"):
-                children[name] = _column(children[name], tp, kv_heads if tp.size > kv_heads else None)
-        name = next(n for n in attention.OUTPUTS if n in children)
-        children[name] = _row(children[name], tp)
-        if hasattr(module, "num_key_value_groups"):
-            module.num_key_value_groups = mine // mine_kv
-        for name, value in (("num_heads", mine), ("num_attention_heads", mine), ("num_key_value_heads", mine_kv)):
-            if hasattr(module, name):
-                setattr(module, name, value)
-        if config_of_its_own:
-            module.config = copy.copy(module.config)
-            module.config.num_attention_heads, module.config.num_key_value_heads = mine, mine_kv
-
-    return split
-
-
-# ---- MLPs ----
+    return _rehearsed(module, tp, what, fits, [by_heads(sizes, own) for own in (False, True)], run)
 
 
 @dataclass(frozen=True)
@@ -287,145 +232,24 @@ def _mlp(module: Any, shapes: list[_Shape], tp: TensorParallel) -> _Found | str:
     def fits(ranks: int) -> bool:
         return inner % ranks == 0
 
-    if not fits(tp.size):
-        return _Found(f"{inner} inner features", fits, None)
+    def run(twin: Any) -> Iterator[Tensor]:
+        yield twin(probe.random(twin, 7, hidden))
 
-    def judge() -> Split | str:
-        return _first_that_adds_up(
-            [_by_features(s.down, s.parts) for s in shapes], module, tp,
-            lambda twin: iter([twin(probe.random(twin, 7, hidden))]),
-        )  # fmt: skip
-
-    split = probe.once(("shard", tp.size, probe.fingerprint(module)), judge)
-    return split if isinstance(split, str) else _Found(f"{inner} inner features", fits, split)
+    return _rehearsed(module, tp, f"{inner} inner features", fits, [by_features(s.down, s.parts) for s in shapes], run)
 
 
-def _by_features(down: str, parts: int) -> Split:
-    """Split the first layers by rows (each of ``parts`` by itself) and ``down`` by columns."""
-
-    def split(module: Any, tp: TensorParallel) -> None:
-        children = module._modules
-        for name, linear in children.items():
-            if type(linear) is not nn.Linear:
-                continue
-            children[name] = _row(linear, tp) if name == down else _merged(linear, tp, parts)
-
-    return split
+def _rehearsed(
+    module: Any, tp: TensorParallel, what: str, fits: Callable[[int], bool], splits: list[Split], run: Run
+) -> _Found | str:
+    """The module with the split that was seen to work, or why none does."""
+    # Where the ranks in force do not fit, others show whether it is a module to split at all.
+    ranks = tp.size if fits(tp.size) else next((n for n in range(2, _MOST_RANKS) if fits(n)), 1)
+    key = ("shard", ranks, probe.fingerprint(module))
+    split = probe.once(key, lambda: _first_that_adds_up(splits, module, ranks, run))
+    return split if isinstance(split, str) else _Found(what, fits, split)
 
 
-# ---- vocabulary ----
-
-
-def _shard_vocabulary(model: nn.Module, tp: TensorParallel, whole: dict[str, str]) -> list[str]:
-    """Split the plain input embedding and output projection; the paths of what was split. Reasons go to ``whole``."""
-    table, head = _embeddings(model, "input"), _embeddings(model, "output")
-    exchanged: dict[int, nn.Module] = {}
-    kept: dict[int, str] = {}
-    embedding: VocabParallelEmbedding | None = None
-    scale = None if table is None else _scale_of(table)
-    if isinstance(scale, str):
-        kept[id(table)] = scale
-    elif table is not None:
-        with init_tensor_parallel(tp), torch.device(table.weight.device):
-            embedding = VocabParallelEmbedding(
-                table.num_embeddings, table.embedding_dim, params_dtype=table.weight.dtype
-            )
-        embedding.load_weight(table.weight)
-        exchanged[id(table)] = embedding if scale is None else ShardedEmbedding(embedding, scale)
-    why = None if head is None else untouchable(head)
-    if why is not None:
-        kept[id(head)] = why
-    elif head is not None:
-        with init_tensor_parallel(tp), torch.device(head.weight.device):
-            new = ParallelLMHead(
-                head.out_features, head.in_features, head.bias is not None, params_dtype=head.weight.dtype
-            )
-        if embedding is not None and head.weight is table.weight:
-            new.tie_weights(embedding)
-        else:
-            new.load_weight(head.weight)
-        if head.bias is not None:
-            new.load_bias(head.bias)
-        exchanged[id(head)] = ShardedHead(new)
-    split = []
-    for holder_path, holder in list(model.named_modules()):
-        for name, child in holder._modules.items():
-            path = f"{holder_path}.{name}" if holder_path else name
-            if id(child) in exchanged:
-                holder._modules[name] = exchanged[id(child)]
-                split.append(path)
-            elif id(child) in kept:
-                whole[path] = kept[id(child)]
-    return split
-
-
-def _scale_of(table: Any) -> Tensor | str | None:
-    """None for a plain embedding; the number by which an embedding multiplies its rows; else why it stays whole."""
-    why = untouchable_table(table)
-    if why is None or not isinstance(table, nn.Embedding) or table.max_norm is not None:
-        return why
-    numbers = [b for b in table._buffers.values() if b is not None and b.numel() == 1]
-    numbers += [torch.tensor(v) for v in vars(table).values() if isinstance(v, float)]
-    ids = torch.arange(min(table.num_embeddings, 64), device=table.weight.device)
-    rows = table.weight[ids]
-    try:
-        given = table(ids)
-    except Exception as error:  # a table that cannot be asked is a table that stays whole
-        return f"could not be rehearsed ({probe.reason_of(error)})"
-    return next((n for n in numbers if torch.equal(given, rows * n.to(rows.dtype))), why)
-
-
-def _embeddings(model: Any, which: str) -> Any:
-    getter = getattr(model, f"get_{which}_embeddings", None)
-    try:
-        return getter() if getter is not None else None
-    except (AttributeError, NotImplementedError):
-        return None
-
-
-# ---- layers ----
-
-
-def _column(old: nn.Linear, tp: TensorParallel, shares: int | None = None) -> ColumnParallelLinear:
-    """Rows of ``old``; with ``shares``, in so many parts, each held by several ranks."""
-    number = None if shares is None else tp.rank // tp.share_of_ranks(shares)
-    with init_tensor_parallel(tp), torch.device(old.weight.device):
-        new = ColumnParallelLinear(
-            old.in_features, old.out_features, old.bias is not None, params_dtype=old.weight.dtype, return_bias=False,
-            tp_rank=number, tp_size=shares,
-        )  # fmt: skip
-    new.load_weight(old.weight, old.bias)
-    return new
-
-
-def _merged(old: nn.Linear, tp: TensorParallel, parts: int) -> ColumnParallelLinear:
-    """Rows of ``old``, of each of its ``parts`` by itself."""
-    if parts == 1:
-        return _column(old, tp)
-    with init_tensor_parallel(tp), torch.device(old.weight.device):
-        new = MergedColumnParallelLinear(
-            old.in_features, [old.out_features // parts] * parts, old.bias is not None, params_dtype=old.weight.dtype,
-            return_bias=False,
-        )  # fmt: skip
-    new.load_shard(old.weight, None, old.bias)
-    return new
-
-
-def _row(old: nn.Linear, tp: TensorParallel) -> RowParallelLinear:
-    with init_tensor_parallel(tp), torch.device(old.weight.device):
-        new = RowParallelLinear(
-            old.in_features, old.out_features, old.bias is not None, params_dtype=old.weight.dtype, return_bias=False
-        )
-    new.load_weight(old.weight, old.bias)
-    return new
-
-
-# ---- the rehearsal ----
-
-
-def _first_that_adds_up(
-    splits: list[Split], module: nn.Module, tp: TensorParallel, run: Callable[[Any], Iterator[Tensor]]
-) -> Split | str:
+def _first_that_adds_up(splits: list[Split], module: nn.Module, ranks: int, run: Run) -> Split | str:
     """The first split whose shards, rank by rank, add up to the module's own outputs; else why none does."""
     why = "the parts that the ranks would hold do not add up to it (compared on random input)"
     for split in splits:
@@ -434,9 +258,9 @@ def _first_that_adds_up(
                 twin = probe.specimen(module, torch.float32)
                 wanted = _outputs(run, twin)
                 sums = [torch.zeros_like(w) for w in wanted]
-                for rank in range(tp.size):
+                for rank in range(ranks):
                     part = copy.deepcopy(twin)
-                    split(part, _Rehearsal(tp.size, rank))
+                    split(part, _Rehearsal(ranks, rank))
                     for total, out in zip(sums, _outputs(run, part), strict=True):
                         total += out
                 if all(probe.agrees(a, b) for a, b in zip(sums, wanted, strict=True)):
@@ -446,6 +270,6 @@ def _first_that_adds_up(
     return why
 
 
-def _outputs(run: Callable[[Any], Iterator[Tensor]], twin: Any) -> list[Tensor]:
+def _outputs(run: Run, twin: Any) -> list[Tensor]:
     torch.manual_seed(1)  # the same input for the whole module and for each part
     return list(run(twin))
