@@ -183,6 +183,8 @@ def check_what_was_split(kind: str, size: int, got: dict[str, Any]) -> None:
         assert qkv == "QKVParallelLinear"
         assert f"rank 0 of {size}: " in reason
         assert classes["model.layers.1.mlp.down_proj"][0] == "RowParallelLinear"
+        gate_and_up = next(reason for path, (_, reason) in classes.items() if "layers.1.mlp.{gate_proj,up_proj}" in path)
+        assert f"rank 0 of {size}: " in gate_and_up
         # Key heads may be held by several ranks, and the vocabulary is padded; norms are whole.
         assert got["share"] < 0.8, kind
 

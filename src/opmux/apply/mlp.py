@@ -18,7 +18,7 @@ from ..ops.linear.linear_silu_and_mul import LinearSiluAndMul
 from . import probe
 from .binding import Binding, share_parameters
 from .linears import Merged, Uses, linear_op, unmergeable, untouchable
-from .shards import merged_product
+from .shards import merged_product, note
 
 _ACTIVATIONS = {
     "silu": F.silu,
@@ -65,7 +65,8 @@ class MLPBinding(Binding):
     def ops(self) -> Iterator[tuple[str, CustomOp, str]]:
         merged = "gate and up merged" if self.merged else ""
         if self.both is not None:
-            yield _braces(self.first), self.both, merged
+            part = note(self.module._modules[self.first[0]])  # the op itself knows nothing of ranks
+            yield _braces(self.first), self.both, "; ".join(filter(None, (merged, part)))
         else:
             yield _braces(self.first), self.product, merged
             yield "", self.gate, ""

@@ -148,8 +148,8 @@ def alone(module: nn.Module) -> None:
             part.tp = ALONE
 
 
-def note(op: CustomOp) -> str:
-    """Which part of a weight this rank's op holds; nothing for an op that holds all of it."""
+def note(op: nn.Module) -> str:
+    """Which part of a weight this rank's op holds; nothing for one that holds all of it, or is no op."""
     tp = getattr(op, "tp", ALONE)
     if tp.size == 1:
         return ""
