@@ -172,6 +172,24 @@ def test_layer_norm_is_torchs(width: int, dtype: torch.dtype) -> None:
         )
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 3, 130, 769])
+def test_layer_norm_of_a_rounded_sum_is_two_steps(width: int, dtype: torch.dtype) -> None:
+    op = LayerNorm(width, dtype=dtype, weight_offset=1.0, round_sum=True).requires_grad_(False)
+    op.weight.copy_(random(width, dtype=dtype))
+    x, residual = random(5, width, dtype=dtype), random(5, width, dtype=dtype, seed=3)
+    for layout in LAYOUTS[:3]:
+        y, total = op(layout(x), layout(residual))
+        assert torch.equal(total, x + residual)
+        assert torch.equal(y, op(x + residual))
+
+
+def test_layer_norm_refuses_another_residual() -> None:
+    for other in (torch.ones(3, 8), torch.ones(2, 8).double()):
+        with pytest.raises(ValueError, match="residual is"):
+            LayerNorm(8)(torch.ones(2, 8), other)
+
+
 @pytest.mark.parametrize(("dtype", "other"), itertools.product(DTYPES, DTYPES))
 def test_layer_norm_with_parameters_of_another_dtype(dtype: torch.dtype, other: torch.dtype) -> None:
     op = LayerNorm(130, dtype=other).requires_grad_(False)

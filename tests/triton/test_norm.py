@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from opmux.ops.norm.kernels_triton import (
+    add_layer_norm_triton,
     add_rms_norm_triton,
     layer_norm_triton,
     rms_norm_gated_triton,
@@ -119,6 +120,17 @@ def test_layer_norm(width, affine, dtype, close):
         EPS,
     )  # fmt: skip
     close(layer_norm_triton(x, weight, bias, EPS), want)
+
+
+@pytest.mark.parametrize("width", [3, 65, 4096])
+@pytest.mark.parametrize("round_sum", [True, False])
+def test_layer_norm_of_a_sum(width, round_sum, dtype, close):
+    x, residual = torch.randn(3, width + 1).to(dtype)[:, 1:], torch.randn(3, width).to(dtype)
+    weight, bias = torch.randn(width), torch.randn(width)
+    got, total = add_layer_norm_triton(x, residual, weight, bias, EPS, 1.0, round_sum)
+    assert torch.equal(total, x + residual)
+    exact = total.double() if round_sum else x.double() + residual.double()
+    close(got, torch.nn.functional.layer_norm(exact, (width,), weight.double() + 1, bias.double(), EPS))
 
 
 def test_layer_norm_of_a_large_mean():

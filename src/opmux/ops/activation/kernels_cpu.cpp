@@ -149,7 +149,7 @@ OPMUX_EXPORT int64_t opmux_gated_activation(const Arg* a) {
 
 // x, x_stride, out, rows, width, dtype, kind, four parameters of xielu (alpha_p, alpha_n, beta, eps) -> 0.
 //
-// out = activation(x), contiguous. kind: 0 gelu by tanh, 1 quick_gelu, 2 relu2, 3 xielu.
+// out = activation(x), contiguous. kind: 0 gelu by tanh, 1 quick_gelu, 2 relu2, 3 xielu, 4 gelu.
 OPMUX_EXPORT int64_t opmux_activation(const Arg* a) {
   Reader in(a);
   Rows p{};
@@ -170,6 +170,7 @@ OPMUX_EXPORT int64_t opmux_activation(const Arg* a) {
     if (kind == 0) elementwise<T>(p, GeluTanh{});
     else if (kind == 1) elementwise<T>(p, QuickGelu{});
     else if (kind == 2) elementwise<T>(p, Relu2{});
+    else if (kind == 4) elementwise<T>(p, Gelu{});
     else elementwise<T>(p, xielu);
   });
   return 0;

@@ -11,7 +11,7 @@ from opmux.native import DTYPE_CODE, kernels
 from opmux.native.layout import as_rows, new_like
 
 GATED = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "fatrelu": 3}
-ELEMENTWISE = {"gelu_tanh": 0, "quick_gelu": 1, "relu2": 2, "xielu": 3}
+ELEMENTWISE = {"gelu_tanh": 0, "quick_gelu": 1, "relu2": 2, "xielu": 3, "gelu": 4}
 
 
 def _half(x: Tensor, *_: object) -> Tensor:

@@ -244,7 +244,7 @@ def act_and_mul_triton(x: Tensor, kind: str, threshold: float, round_gate: bool,
 
 @opaque(fake=_whole)
 def activation_triton(x: Tensor, kind: str, parameters: list[float]) -> Tensor:
-    """gelu_tanh, quick_gelu or relu2 of every element; fp32, rounded once. None of them has ``parameters``."""
+    """gelu, gelu_tanh, quick_gelu or relu2 of every element; fp32, rounded once. None of them has ``parameters``."""
     y, x, n_rows, width, x_stride = _rows_and_whole(x)
     if n_rows:
         _plan(_elementwise_kernel, n_rows, width, x_stride, (x.dtype,), (), (kind,))(x, y)

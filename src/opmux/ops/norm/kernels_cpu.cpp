@@ -97,27 +97,45 @@ void gated_row(const Gated& p, int64_t row) {
 }
 
 struct LayerNorm {
-  const void* x;
-  Either weight, bias;  // or null pointers
-  void* out;
-  int64_t x_stride, rows, width;
-  float eps;
+  const void *x, *residual;  // the second or null
+  Either weight, bias;       // or null pointers
+  void *out, *new_residual;
+  int64_t x_stride, residual_stride, rows, width;
+  float eps, weight_offset;
+  bool round_sum;
 };
 
-template <class X>
+// Adds: a residual is added to x, and the sum, rounded, written; the norm reads it unrounded unless round_sum.
+template <class X, bool Adds>
 void layer_norm_row(const LayerNorm& p, int64_t row) {
   const X* x = static_cast<const X*>(p.x) + row * p.x_stride;
+  const X* residual = Adds ? static_cast<const X*>(p.residual) + row * p.residual_stride : nullptr;
   X* out = static_cast<X*>(p.out) + row * p.width;
+  const auto sum_at = [&](int64_t i, auto n) {
+    vf v = load(x + i, n);
+    if constexpr (Adds) v = v + load(residual + i, n);
+    return v;
+  };
+  if constexpr (Adds) {
+    X* total = static_cast<X*>(p.new_residual) + row * p.width;
+    for_lanes(p.width, [&](int64_t i, auto n) { store(total + i, sum_at(i, n), n); });
+    if (p.round_sum) {
+      LayerNorm rounded = p;
+      rounded.x = p.new_residual;
+      rounded.x_stride = p.width;
+      return layer_norm_row<X, false>(rounded, row);
+    }
+  }
   const float size = static_cast<float>(p.width);
-  const float mean = sum_of(p.width, [&](int64_t i, auto n) { return load(x + i, n); }) / size;
+  const float mean = sum_of(p.width, sum_at) / size;
   const float variance = sum_of(p.width, [&](int64_t i, auto n) {
-    const vf centred = in_row(load(x + i, n) - mean, n);
+    const vf centred = in_row(sum_at(i, n) - mean, n);
     return centred * centred;
   }) / size;
   const float scale = 1.0f / std::sqrt(variance + p.eps);
   for_lanes(p.width, [&](int64_t i, auto n) {
-    vf y = (load(x + i, n) - mean) * scale;
-    if (p.weight.p) y = y * p.weight.load<X>(i, n);
+    vf y = (sum_at(i, n) - mean) * scale;
+    if (p.weight.p) y = y * (p.weight.load<X>(i, n) + p.weight_offset);
     if (p.bias.p) y = y + p.bias.load<X>(i, n);
     store(out + i, y, n);
   });
@@ -178,9 +196,11 @@ OPMUX_EXPORT int64_t opmux_rms_norm_gated(const Arg* a) {
   return 0;
 }
 
-// x, x_stride, weight or null, weight_is_fp32, bias or null, bias_is_fp32, out, rows, width, dtype, eps -> 0.
+// x, x_stride, weight or null, weight_is_fp32, bias or null, bias_is_fp32, out, rows, width, dtype, eps, weight_offset,
+// residual or null, residual_stride, new_residual or null, round_sum -> 0.
 //
-// out = (x - mean) / sqrt(variance + eps) * weight + bias in fp32, rounded once; out is contiguous.
+// out = (s - mean) / sqrt(variance + eps) * (weight + weight_offset) + bias in fp32, rounded once; s is x, or x + residual,
+// which is written, too. Outputs are contiguous.
 OPMUX_EXPORT int64_t opmux_layer_norm(const Arg* a) {
   Reader in(a);
   LayerNorm p{};
@@ -193,11 +213,21 @@ OPMUX_EXPORT int64_t opmux_layer_norm(const Arg* a) {
   p.width = in.i();
   const int64_t dtype = in.i();
   p.eps = in.f();
+  p.weight_offset = in.f();
+  p.residual = in.ptr<void>();
+  p.residual_stride = in.i();
+  p.new_residual = in.ptr<void>();
+  p.round_sum = in.i() != 0;
+  const int64_t streams = p.residual ? 4 : 2;
   with_dtype(dtype, [&](auto* tag) {
     using X = std::remove_pointer_t<decltype(tag)>;
     expect_output(p.out, p.rows * p.width * sizeof(X));
-    parallel_for(p.rows, p.width * 2 * sizeof(X), [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) layer_norm_row<X>(p, row);
+    if (p.residual) expect_output(p.new_residual, p.rows * p.width * sizeof(X));
+    parallel_for(p.rows, p.width * streams * sizeof(X), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        if (p.residual) layer_norm_row<X, true>(p, row);
+        else layer_norm_row<X, false>(p, row);
+      }
     });
   });
   return 0;

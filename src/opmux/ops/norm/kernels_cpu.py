@@ -117,8 +117,11 @@ def rms_norm_gated_cpu(
 
 
 @opaque(fake=lambda x, *_: x.new_empty(x.shape))
-def layer_norm_cpu(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """``(x - mean) / sqrt(variance + eps) * weight + bias``; the variance is the population's, of centred values.
+def layer_norm_cpu(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, weight_offset: float = 0.0
+) -> Tensor:
+    """``(x - mean) / sqrt(variance + eps) * (weight + weight_offset) + bias``; the variance is the population's, of
+    centred values.
 
     Args:
         x: [..., H], fp32, bf16 or fp16, any strides.
@@ -126,18 +129,47 @@ def layer_norm_cpu(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: f
 
     Returns: [..., H] in x's dtype, rounded once.
     """
-    dtype = x.dtype
     out = new_like(x)
+    _layer_norm(x, None, weight, bias, eps, weight_offset, out, None)
+    return out
+
+
+@opaque(fake=lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape)))
+def add_layer_norm_cpu(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, weight_offset: float,
+    round_sum: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``layer_norm_cpu`` of ``x + residual``.
+
+    Args:
+        residual: [..., H] in x's dtype.
+        round_sum: normalise the rounded sum rather than the fp32 sum.
+
+    Returns: (norm, sum), both [..., H] in x's dtype.
+    """
+    out, total = new_like(x), new_like(x)
+    _layer_norm(x, residual, weight, bias, eps, weight_offset, out, total, round_sum)
+    return out, total
+
+
+def _layer_norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, weight_offset: float,
+    out: Tensor, total: Tensor | None, round_sum: bool = False,
+) -> None:  # fmt: skip
+    dtype = x.dtype
     rows, count, width, stride = as_rows(x)
+    added, added_stride = None, 0
+    if residual is not None:
+        added, _, _, added_stride = as_rows(residual)
     weight = None if weight is None else readable(weight, dtype).contiguous()
     bias = None if bias is None else readable(bias, dtype).contiguous()
     kernels.layer_norm(
         rows.data_ptr(), stride,
         None if weight is None else weight.data_ptr(), weight is not None and weight.dtype is torch.float32,
         None if bias is None else bias.data_ptr(), bias is not None and bias.dtype is torch.float32,
-        out.data_ptr(), count, width, DTYPE_CODE[dtype], eps,
+        out.data_ptr(), count, width, DTYPE_CODE[dtype], eps, weight_offset,
+        None if added is None else added.data_ptr(), added_stride, None if total is None else total.data_ptr(), round_sum,
     )  # fmt: skip
-    return out
 
 
 def readable(operand: Tensor, dtype: torch.dtype) -> Tensor:

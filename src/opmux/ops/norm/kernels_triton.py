@@ -132,18 +132,26 @@ def _gated_norm_kernel(
     tl.store(y_ptr + row * width + at, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@kernel(multiples=("x_stride", "width"))
+@kernel(multiples=("x_stride", "residual_stride", "width"))
 def _layer_norm_kernel(
-    x_ptr, w_ptr, b_ptr, y_ptr, x_stride: tl.int64, width: tl.int64, n_rows: tl.int32, eps: tl.float32,
+    x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, sum_ptr, x_stride: tl.int64, residual_stride: tl.int64, width: tl.int64,
+    n_rows: tl.int32, eps: tl.float32, weight_offset: tl.float32,
     ROWS: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, ROUND_SUM: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     cols = tl.arange(0, BLOCK)[None, :]
     mask = None if EVEN else (row < n_rows) & (cols < width)
     other = None if EVEN else 0.0
     x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=other).to(tl.float32)
+    if HAS_RESIDUAL:
+        x += tl.load(residual_ptr + row * residual_stride + cols, mask=mask, other=other).to(tl.float32)
+        total = x.to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + row * width + cols, total, mask=mask)
+        if ROUND_SUM:
+            x = total.to(tl.float32)
     if HAS_WEIGHT:
-        w = tl.load(w_ptr + cols, mask=None if EVEN else cols < width, other=other).to(tl.float32)
+        w = tl.load(w_ptr + cols, mask=None if EVEN else cols < width, other=other).to(tl.float32) + weight_offset
     if HAS_BIAS:
         b = tl.load(b_ptr + cols, mask=None if EVEN else cols < width, other=other).to(tl.float32)
     x = x - tl.sum(x, axis=1, keep_dims=True) / width
@@ -357,38 +365,56 @@ def layer_norm_tile(width: int) -> Tile:
 def _layer_norm_plan(
     n_rows: int,
     width: int,
-    stride: int,
+    strides: tuple[int, int],
     dtypes: tuple[torch.dtype | None, ...],
-    eps: float,
+    numbers: tuple[float, float],
+    round_sum: bool,
     config: Tile | None,
 ) -> Launch:
     rows, block, warps, _ = config or layer_norm_tile(width)
     even = block == width and n_rows % rows == 0
-    constants = (rows, block, even, dtypes[1] is not None, dtypes[2] is not None)
-    return _layer_norm_kernel.prepare((-(-n_rows // rows), 1, 1), (stride, width, n_rows, eps), constants, warps)
+    constants = (rows, block, even, dtypes[1] is not None, dtypes[2] is not None, dtypes[3] is not None, round_sum)
+    return _layer_norm_kernel.prepare((-(-n_rows // rows), 1, 1), (*strides, width, n_rows, *numbers), constants, warps)
 
 
 @opaque(fake=_fake)
-def layer_norm_triton(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """``(x - mean) / sqrt(variance + eps) * weight + bias`` over the last dimension, the variance of centred values.
+def layer_norm_triton(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, weight_offset: float = 0.0
+) -> Tensor:
+    """``(x - mean) / sqrt(variance + eps) * (weight + weight_offset) + bias`` over the last dimension, the variance of
+    centred values.
 
     Shapes:  x [..., H]; weight, bias [H] of any floating dtype, or None -> [..., H] in x's dtype, contiguous.
     Casts:   fp32, rounded once.
     Mutates: nothing.
     """
-    return launch_layer_norm(x, weight, bias, eps)
+    return launch_layer_norm(x, weight, bias, eps, weight_offset=weight_offset)
+
+
+@opaque(fake=lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape)))
+def add_layer_norm_triton(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, weight_offset: float,
+    round_sum: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """``layer_norm_triton`` of ``x + residual``, with ``round_sum`` of the rounded sum -> (norm, rounded sum)."""
+    total = new_like(x)
+    return launch_layer_norm(x, weight, bias, eps, None, weight_offset, residual, total, round_sum), total
 
 
 def launch_layer_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, config: Tile | None = None
-) -> Tensor:
-    """``layer_norm_triton`` with another tile."""
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, config: Tile | None = None,
+    weight_offset: float = 0.0, residual: Tensor | None = None, total: Tensor | None = None,
+    round_sum: bool = False,
+) -> Tensor:  # fmt: skip
+    """``layer_norm_triton`` with another tile; with ``residual`` the sum is written to ``total``."""
     y = new_like(x)
     x, n_rows, width, stride = as_rows(x)
     if n_rows == 0:
         return y
-    dtypes = (x.dtype, None if weight is None else weight.dtype, None if bias is None else bias.dtype)
+    dtypes = tuple(None if t is None else t.dtype for t in (x, weight, bias, residual))
     weight = x if weight is None else weight.contiguous()
     bias = x if bias is None else bias.contiguous()
-    _layer_norm_plan(n_rows, width, stride, dtypes, eps, config)(x, weight, bias, y)
+    added, _, _, added_stride = (x, 0, 0, 0) if residual is None else as_rows(residual)
+    launch = _layer_norm_plan(n_rows, width, (stride, added_stride), dtypes, (eps, weight_offset), round_sum, config)
+    launch(x, added, weight, bias, y, y if total is None else total)
     return y
