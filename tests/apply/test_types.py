@@ -6,27 +6,14 @@ import copy
 
 import pytest
 import torch
-from tiny_models import TYPES, ids, tiny
+from tiny_models import EVERYWHERE, TYPES, ids, tiny
 from transformers import StaticCache
 
 import opmux
 
-REACHED_WHOLE = {
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "phi3",
-    "granite",
-    "olmo2",
-    "smollm3",
-    "glm4",
-    "exaone4",
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-}
-NO_RMS_NORM = {"cohere", "starcoder2", "gpt_neox"}
+# Ops that stand for several of the others where a kernel of theirs runs here.
+PARTS = {"rotary_attention": set(), "linear_silu_and_mul": {"replicated_linear", "silu_and_mul"}}
+LEFT = {"model", "vocab_parallel_embedding", "replicated_linear"}
 
 pytestmark = [pytest.mark.filterwarnings("ignore::FutureWarning")]
 
@@ -145,11 +132,14 @@ def test_bf16_by_log_probabilities(pair):
 def test_what_is_reached(pair):
     kind, _, applied = pair
     report = opmux.apply(applied)
-    norm = any("rms_norm" in op for op in report.counts())
-    assert norm == (kind not in NO_RMS_NORM)
-    assert all(report.counts()[op] > 0 for op in ("replicated_linear", "attention", "logits_processor"))
-    whole = any(
-        type(getattr(m.__dict__.get("forward"), "__self__", None)).__name__ == "LayerBinding" for m in applied.modules()
-    )
-    assert whole == (kind in REACHED_WHOLE)
+    reached = set().union(*(PARTS.get(op, {op}) for op in report.counts()))
+    want = EVERYWHERE - set(TYPES[kind].without.split()) | set(TYPES[kind].ops.split())
+    assert reached == want, str(report)
+    whole = {"model" if "layers" not in path and ".h." not in path else "layers" for path in report.whole}
+    assert whole == {"model": {"model", "layers"}, "layers": {"layers"}, "": set()}[TYPES[kind].whole], str(report)
+    assert {e["op"] for e in report.entries if e["status"] == "skipped"} <= {*LEFT, "attention"}
+    assert bool(TYPES[kind].left) == any(e["status"] == "skipped" for e in report.entries), str(report)
     assert all(e["reason"] for e in report.entries)
+    assert len({(e["path"], e["op"]) for e in report.entries if e["status"] == "skipped"}) == sum(
+        e["status"] == "skipped" for e in report.entries
+    )

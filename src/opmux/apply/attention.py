@@ -334,8 +334,7 @@ def attention_steps(module: Any, rotary: nn.Module | None, scale: float) -> Iter
     """Inputs of a decode step, a prefill and one behind it: (tables, x, mask, a pair of caches)."""
     from transformers import DynamicCache
 
-    first = next(iter(input_names(module._modules)), None)
-    width = next(p.shape[1] for p in (module._modules[first] if first else module).parameters() if p.dim() == 2)
+    width = width_of(module)
     like = probe.random(module, 1)
     lengths = (5, 1, 3)
     positions = torch.arange(sum(lengths), device=like.device).unsqueeze(0)
@@ -360,6 +359,17 @@ def attention_steps(module: Any, rotary: nn.Module | None, scale: float) -> Iter
             tables = None if cos is None else (cos[:, start:end], sin[:, start:end])
             yield tables, x, mask, caches
             start = end
+
+
+def width_of(module: Any) -> int:
+    """The width of an attention module's input."""
+    first = next(iter(input_names(module._modules)), None)
+    if first is not None:
+        return int(module._modules[first].weight.shape[1])
+    linear = next((m for m in module.modules() if hasattr(m, "in_features")), None)
+    if linear is not None:
+        return int(linear.in_features)
+    return int(module.config.hidden_size)
 
 
 def call_attention(module: Any, binding: AttentionBinding, x: Tensor, tables: Any, mask: Any, cache: Any) -> Any:

@@ -76,7 +76,7 @@ class Binding:
 
     def steps_aside(self, *inputs: Any) -> bool:
         """Whether the module's own forward must run: training, a gradient, autocast, a hook inside, a part replaced."""
-        if self.module.training or (_grad_enabled() and self.needs_grad(*inputs)) or _autocasts():
+        if self.module.training or (_grad_enabled() and self.needs_grad(*inputs)) or autocasts():
             return True
         if _compiling():
             return not _ready_while_tracing(self.key)
@@ -124,7 +124,7 @@ class Binding:
         self.key = _register(self)
 
 
-def _autocasts() -> bool:
+def autocasts() -> bool:
     """Whether torch.autocast chooses dtypes now, which kernels know nothing of."""
     return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
 

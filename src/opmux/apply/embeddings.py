@@ -18,10 +18,16 @@ from .shards import find_shard
 
 
 class EmbeddingBinding(Binding):
-    """Runs an ``nn.Embedding`` by ``vocab_parallel_embedding``; an id outside the table is still an error."""
+    """Runs an ``nn.Embedding`` by ``vocab_parallel_embedding``; an id outside the table is still an error.
 
-    def __init__(self, module: nn.Embedding) -> None:
+    Args:
+        module: the table.
+        scale: name of the buffer or attribute that holds the number by which rows are multiplied (Gemma), if any.
+    """
+
+    def __init__(self, module: nn.Embedding, scale: str | None = None) -> None:
         super().__init__(module)
+        self.scale = scale
         with torch.device("meta"):
             self.op = VocabParallelEmbedding(
                 module.num_embeddings, module.embedding_dim, padding_size=1, disable_tp=True
@@ -29,12 +35,13 @@ class EmbeddingBinding(Binding):
         share_parameters(self.op, module)
 
     def ops(self) -> Iterator[tuple[str, CustomOp, str]]:
-        yield "", self.op, ""
+        yield "", self.op, "" if self.scale is None else f"times {self.scale}"
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != 1 or self.steps_aside() or not self._inside(args[0]):
             return self.original(*args, **kwargs)
-        return self.op(args[0])
+        rows = self.op(args[0])
+        return rows if self.scale is None else _times(rows, getattr(self.module, self.scale))
 
     def _inside(self, ids: Tensor) -> bool:
         # On a GPU torch itself only asserts, later and elsewhere: looking would make the host wait.
@@ -68,7 +75,33 @@ class HeadBinding(Binding):
 
 def find_embedding(module: Any) -> Binding | str:
     """The binding for an embedding table, or why there is none."""
-    return find_shard(module) or untouchable_table(module) or foreign_forward(module) or EmbeddingBinding(module)
+    why = find_shard(module) or foreign_forward(module) or untouchable_table(module)
+    if why is None:
+        return EmbeddingBinding(module)
+    scale = scale_of(module) if isinstance(why, str) else None
+    return EmbeddingBinding(module, scale) if scale is not None else why
+
+
+def scale_of(table: Any) -> str | None:
+    """The buffer or attribute of an embedding that multiplies its rows and does nothing else, found by trying."""
+    weight = getattr(table, "weight", None)
+    if not isinstance(table, nn.Embedding) or table.max_norm is not None or foreign_forward(table) is not None:
+        return None
+    if not isinstance(weight, Tensor) or type(weight.data) is not Tensor or weight.is_meta:
+        return None
+    names = [n for n, b in table._buffers.items() if b is not None and b.numel() == 1]
+    names += [n for n, v in vars(table).items() if isinstance(v, float)]
+    ids = torch.arange(min(table.num_embeddings, 64), device=weight.device)
+    with torch.no_grad():
+        try:
+            given = type(table).forward(table, ids)
+        except Exception:  # it takes something else than ids
+            return None
+        return next((n for n in names if torch.equal(given, _times(weight[ids], getattr(table, n)))), None)
+
+
+def _times(rows: Tensor, scale: Any) -> Tensor:
+    return rows * (scale.to(rows.dtype) if isinstance(scale, Tensor) else scale)
 
 
 def untouchable_table(module: Any) -> str | None:

@@ -22,6 +22,8 @@ Norms = tuple[str | None, ...]  # before and behind attention, before and behind
 class LayerBinding(Binding):
     """A decoder layer ``h = x + n2(attn(n1(x)))``, ``h + n4(mlp(n3(h)))``, each norm optional, sums fused into norms.
 
+    With ``n1`` alone attention and MLP stand side by side: ``x + attn(n1(x)) + mlp(n1(x))``.
+
     Args:
         module: the layer.
         norms: names of the norms before and behind attention, before and behind the MLP.
@@ -41,6 +43,7 @@ class LayerBinding(Binding):
         self.arrangement = norms
         ops = [None if name is None else bound(children[name]).op for name in norms]
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = ops
+        self.side_by_side = norms[1:] == (None, None, None)
         self.multiplier = multiplier
         self.gather(self.attention, *([self.mlp_binding] if self.mlp_binding is not None else []))
 
@@ -57,6 +60,9 @@ class LayerBinding(Binding):
         Returns: (delta, residual), whose sum is the layer's output.
         """
         x, residual = _add_and_norm(self.before_attention, delta, residual)
+        if self.side_by_side:
+            x = self.attention.run(x, cos, sin, mask, cache, aligned) + self.mlp(x)
+            return (x if self.multiplier == 1.0 else x * self.multiplier), residual
         x = self.attention.run(x, cos, sin, mask, cache, aligned)
         if self.after_attention is not None:
             x = self.after_attention(x)
@@ -114,9 +120,7 @@ def find_layer(module: Any, rotary: nn.Module | None) -> LayerBinding | str:
     """The binding for a decoder layer, or why there is none."""
     names = parameter_names(module)
     attention, mlp = _attention_and_mlp(module)
-    rest = {
-        n: c for n, c in module._modules.items() if n not in (attention, mlp) and c is not None and list(c.parameters())
-    }
+    rest = {n: c for n, c in _parts(module).items() if n not in (attention, mlp)}
     if not rest or not all(isinstance(bound(c), NormBinding) for c in rest.values()):
         return "its norms are not all norms that opmux knows"
     if "hidden_states" not in names or "position_embeddings" not in names or not set(names) & set(CACHE_NAMES):
@@ -127,11 +131,17 @@ def find_layer(module: Any, rotary: nn.Module | None) -> LayerBinding | str:
 
 def _attention_and_mlp(module: Any) -> Any:
     """The names of the two children, or None."""
-    children = {n: c for n, c in module._modules.items() if c is not None and list(c.parameters())}
+    children = _parts(module)
     attention = [n for n, c in children.items() if isinstance(bound(c), AttentionBinding)]
     others = [n for n in children if n not in attention and not isinstance(bound(children[n]), NormBinding)]
     mlps = [n for n in others if isinstance(bound(children[n]), MLPBinding) or "mlp" in n.lower()]
     return (attention[0], mlps[0]) if len(attention) == len(mlps) == len(others) == 1 else None
+
+
+def _parts(module: Any) -> dict[str, Any]:
+    """The children that compute something: norms, with or without a weight, and all that have parameters."""
+    children = {n: c for n, c in module._modules.items() if c is not None}
+    return {n: c for n, c in children.items() if isinstance(bound(c), NormBinding) or list(c.parameters())}
 
 
 def _recognise(module: Any, norms: tuple[str, ...], rotary: nn.Module | None) -> tuple[Norms, float] | str:
@@ -153,6 +163,7 @@ def _recognise(module: Any, norms: tuple[str, ...], rotary: nn.Module | None) ->
 
 def _arrangements(norms: tuple[str, ...]) -> Iterator[Norms]:
     places: Any = {
+        1: [(0,)],
         2: [(0, 2), (1, 3)],
         3: list(itertools.combinations(range(4), 3)),
         4: [(0, 1, 2, 3)],

@@ -45,7 +45,7 @@ class ModelBinding(Binding):
         self.implementation = self.config._attn_implementation
         self.layers: list[LayerBinding] = [bound(layer) for layer in layers]
         self.gather(*self.layers)
-        self.norm = bound(children["norm"]).op
+        self.norm = bound(children[_last_norm(children)]).op
         ropes = [layer.attention.rope for layer in self.layers if layer.attention.rope is not None]
         self.table = RopeTable(rotary, ropes[0])
         self.output, self.output_cache, self.scale = output, output_cache, scale
@@ -132,7 +132,18 @@ def _longest(module: Any, layers: list[LayerBinding]) -> int:
     """The shortest sliding window: shorter texts need no window at all."""
     windows = [getattr(layer.attention.module, "sliding_window", None) for layer in layers]
     windows.append(getattr(module.config, "sliding_window", None))
-    return min((w for w in windows if isinstance(w, int)), default=2**62)
+    return min((w for w in windows if isinstance(w, int) and w > 0), default=2**62)  # some write 0 for none
+
+
+def _last_norm(children: dict[str, Any]) -> str:
+    """The name of the only norm beside the layers; empty where there is none, or several."""
+    norms = [name for name, child in children.items() if isinstance(bound(child), NormBinding)]
+    return norms[0] if len(norms) == 1 else ""
+
+
+def _holds(child: nn.Module) -> bool:
+    """Whether a module holds tensors, as dropout does not."""
+    return any(True for _ in child.parameters()) or any(True for _ in child.buffers())
 
 
 def _captures(config: Any) -> bool:
@@ -146,7 +157,7 @@ def looks_like_model(module: Any) -> bool:
     return (
         isinstance(layers, nn.ModuleList)
         and len(layers) > 0
-        and {"embed_tokens", "norm"} <= set(children)
+        and "embed_tokens" in children
         and any(isinstance(bound(layer), LayerBinding) for layer in layers)
     )
 
@@ -155,12 +166,13 @@ def find_model(module: Any) -> ModelBinding | str:
     """The binding for a decoder stack, or why there is none."""
     children, names = module._modules, parameter_names(module)
     layers = [bound(layer) for layer in children["layers"]]
-    more = sorted(name for name in children if name not in ("embed_tokens", "layers", "norm", "rotary_emb"))
+    known = ("embed_tokens", "layers", "rotary_emb", _last_norm(children))
+    more = sorted(n for n, child in children.items() if n not in known and child is not None and _holds(child))
     if more:
         return f"has parts beyond embeddings, layers, norm and rotary: {', '.join(more)}"
     if not all(isinstance(layer, LayerBinding) for layer in layers):
         return "not every layer was replaced"
-    if not isinstance(bound(children["norm"]), NormBinding) or children.get("rotary_emb") is None:
+    if not _last_norm(children) or children.get("rotary_emb") is None:
         return "its last norm or its rotary module is not one that opmux knows"
     if not {"input_ids", "attention_mask", "position_ids", "inputs_embeds"} <= set(names) or not set(names) & set(
         CACHE_NAMES
@@ -215,7 +227,7 @@ def _first_layers(module: Any, count: int) -> nn.Module:
 def _same(ours: ModelBinding, ids: Tensor, first: Tensor, second: Tensor) -> bool:
     plain = ours._plain({"input_ids": ids[:, :-1], "use_cache": True})
     if plain is None:
-        raise ValueError("it does not take a plain call")
+        raise ValueError("its cache is not made of plain dynamic layers (some have a sliding window)")
     mine = ours.run(*plain)
     if not probe.agrees(mine.last_hidden_state, first):
         return False

@@ -33,6 +33,7 @@ class Report:
         self.unused: list[str] = []
         self.compile = ""
         self._ops: list[tuple[str, CustomOp]] = []
+        self._left: dict[tuple[str, str], dict[str, Any]] = {}
 
     def applied(self, path: str, op: CustomOp, note: str, sample: tuple[Any, ...]) -> None:
         """Record an op in place; method and reason come from the op's own decision.
@@ -55,10 +56,15 @@ class Report:
         self._ops.append((path, op))
 
     def skipped(self, path: str, op: str, cls: str, reason: str) -> None:
-        """Record a module that was left as it is."""
+        """Record a module that was left as it is; two reasons for one op of one module are one entry."""
+        before = self._left.get((path, op))
+        if before is not None:
+            before["reason"] = f"{before['reason']}; {reason}"
+            return
         self.entries.append(
             {"path": path, "op": op, "class": cls, "method": None, "status": "skipped", "reason": reason}
         )
+        self._left[path, op] = self.entries[-1]
 
     def counts(self) -> dict[str, int]:
         """Ops in place, by registered name."""

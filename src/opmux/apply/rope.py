@@ -94,12 +94,28 @@ class RopeTable:
         return self.rows
 
 
+def find_rotaries(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that make rotary tables, by the path of what holds them."""
+    return {
+        path.rpartition(".")[0]: module
+        for path, module in model.named_modules()
+        if "rotary" in type(module).__name__.lower() and "inv_freq" in str(list(module._buffers))
+    }
+
+
+def nearest(rotaries: dict[str, nn.Module], path: str) -> nn.Module | None:
+    """The rotary module of the smallest part of the model that holds ``path``; the first one where none does."""
+    parts = path.split(".")
+    for end in range(len(parts), -1, -1):
+        found = rotaries.get(".".join(parts[:end]))
+        if found is not None:
+            return found
+    return next(iter(rotaries.values()), None)
+
+
 def find_rotary(model: nn.Module) -> nn.Module | None:
-    """A module that makes rotary tables for ``position_ids``, if the model has one."""
-    for module in model.modules():
-        if "rotary" in type(module).__name__.lower() and "inv_freq" in str(list(module._buffers)):
-            return module
-    return None
+    """The first module of the model that makes rotary tables, if there is one."""
+    return nearest(find_rotaries(model), "")
 
 
 def sample_tables(rotary: nn.Module, like: Tensor, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -108,9 +124,16 @@ def sample_tables(rotary: nn.Module, like: Tensor, positions: Tensor) -> Iterato
     names = [name.removesuffix("_inv_freq") for name in rotary._buffers if name.endswith("_inv_freq")]
     kinds += [{"layer_type": name} for name in names if not name.endswith("original")]
     for more in kinds:
-        try:
-            tables = rotary(like, positions, **more)
-        except Exception:  # this kind of call is not for this module; the next may be
-            continue
-        if isinstance(tables, tuple) and len(tables) == 2 and all(isinstance(t, Tensor) for t in tables):
-            yield tables
+        # Some ask for a row of positions each for time, height and width; for text the three are the same.
+        for given in (positions, positions.expand(3, *positions.shape)):
+            try:
+                tables = rotary(like, given, **more)
+            except Exception:  # this kind of call is not for this module; the next may be
+                continue
+            if isinstance(tables, tuple) and len(tables) == 2 and all(_per_token(t, positions) for t in tables):
+                yield tables
+                break
+
+
+def _per_token(table: Any, positions: Tensor) -> bool:
+    return isinstance(table, Tensor) and table.dim() == 3 and table.shape[:2] == positions.shape

@@ -14,8 +14,8 @@ from ..ops.embedding.parallel_lm_head import ParallelLMHead
 from ..ops.embedding.vocab_parallel_embedding import VocabParallelEmbedding
 from ..ops.linear.column_parallel_linear import ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear
 from ..ops.linear.row_parallel_linear import RowParallelLinear
-from . import attention, probe
-from .embeddings import untouchable_table
+from . import attention
+from .embeddings import scale_of, untouchable_table
 from .linears import untouchable
 from .shards import ShardedEmbedding, ShardedHead
 
@@ -119,17 +119,13 @@ def split_vocabulary(model: nn.Module, tp: TensorParallel, whole: dict[str, str]
 def _scale_of(table: Any) -> Tensor | str | None:
     """None for a plain embedding; the number by which an embedding multiplies its rows; else why it stays whole."""
     why = untouchable_table(table)
-    if why is None or not isinstance(table, nn.Embedding) or table.max_norm is not None:
+    name = None if why is None else scale_of(table)
+    if name is None:
         return why
-    numbers = [b for b in table._buffers.values() if b is not None and b.numel() == 1]
-    numbers += [torch.tensor(v) for v in vars(table).values() if isinstance(v, float)]
-    ids = torch.arange(min(table.num_embeddings, 64), device=table.weight.device)
-    rows = table.weight[ids]
-    try:
-        given = table(ids)
-    except Exception as error:  # a table that cannot be asked is a table that stays whole
-        return f"could not be rehearsed ({probe.reason_of(error)})"
-    return next((n for n in numbers if torch.equal(given, rows * n.to(rows.dtype))), why)
+    scale = torch.as_tensor(getattr(table, name))
+    # A shard rounds the number to its rows' dtype, which only a table with a tensor of its own may do, too.
+    exact = isinstance(getattr(table, name), Tensor) or scale.to(table.weight.dtype) == scale
+    return scale if exact else why
 
 
 def _embeddings(model: Any, which: str) -> Any:

@@ -11,10 +11,10 @@ from torch import nn
 from ..core.config import CompilationConfig, CompilationMode, current_config, use_config
 from ..core.errors import OpmuxError, UsageError
 from ..ops.embedding.vocab_parallel_embedding import VocabParallelEmbedding
-from . import attention, embeddings, interface, layers, linears, mlp, norms, shards
+from . import activations, attention, convs, embeddings, interface, layers, linears, mlp, norms, shards
 from .binding import Binding, foreign_forward
 from .report import Report
-from .rope import find_rotary
+from .rope import find_rotaries, nearest
 
 _STATE = "_opmux"
 
@@ -101,47 +101,55 @@ class _Walk:
         self.encoder_config, self.enforced = config.for_encoder()
         self.encoders = _encoders(model)
         self.uses = linears.Uses(model)
-        self.rotary = find_rotary(model)
-        self.wrappers = [n for n, m in model.named_modules() if hasattr(m, "base_layer")]
+        self.rotaries = find_rotaries(model)
+        self.wrappers = {n for n, m in model.named_modules() if hasattr(m, "base_layer")}
+        self.bound: set[int] = set()
 
     def run(self) -> None:
         head = _output_embeddings(self.model)
-        self._pass(norms.looks_like_norm, lambda m, c, e: norms.find_norm(m), "rms_norm")
-        self._pass(mlp.looks_like_mlp, lambda m, c, e: mlp.find_mlp(m, self.uses, c, self.fuse), "silu_and_mul")
+        self._pass(norms.looks_like_norm, lambda m, at: norms.find_norm(m), norms.op_name)
+        self._pass(mlp.looks_like_mlp, lambda m, at: mlp.find_mlp(m, self.uses, at.config, self.fuse), mlp.op_name)
         if self.fuse:
             self._pass(attention.looks_like_attention, self._attention, "attention")
-            self._pass(layers.looks_like_layer, lambda m, c, e: layers.find_layer(m, self.rotary), "layer")
-        self._pass(_takes_an_implementation, lambda m, c, e: interface.find_interface(m, self.rotary, e), "attention")
-        self._pass(lambda m: m is head, lambda m, c, e: embeddings.find_head(m), "logits_processor")
+            self._pass(layers.looks_like_layer, lambda m, at: layers.find_layer(m, at.rotary), "layer")
+        self._pass(
+            interface.asks_its_config, lambda m, at: interface.find_interface(m, at.rotary, at.enforced), "attention"
+        )
+        self._pass(lambda m: m is head, lambda m, at: embeddings.find_head(m), "logits_processor")
         self._pass(
             lambda m: isinstance(m, (nn.Embedding, VocabParallelEmbedding, shards.ShardedEmbedding)),
-            lambda m, c, e: embeddings.find_embedding(m),
+            lambda m, at: embeddings.find_embedding(m),
             "vocab_parallel_embedding",
         )
+        self._pass(convs.looks_like_conv, lambda m, at: convs.find_conv(m), convs.op_name)
         covered = {id(part) for b in self.applied.bindings for _, _, part in b.parts}
         self._pass(lambda m: _is_linear(m) and id(m) not in covered, self._linear, "replicated_linear")
+        self._pass(
+            lambda m: id(m) not in covered and activations.looks_like_activation(m),
+            lambda m, at: activations.find_activation(m),
+            "activation",
+        )
         if self.fuse and any(isinstance(b, layers.LayerBinding) for b in self.applied.bindings):
             from . import models  # needs transformers, as such a model does
 
-            self._pass(models.looks_like_model, lambda m, c, e: models.find_model(m), "model")
+            self._pass(models.looks_like_model, lambda m, at: models.find_model(m), "model")
 
-    def _pass(self, looks: Any, find: Any, op: str) -> None:
+    def _pass(self, looks: Any, find: Any, op: Any) -> None:
         for path, module in self.model.named_modules():
-            if not looks(module) or self._is_bound(module):
+            if id(module) in self.bound or not looks(module):
                 continue
-            in_encoder = any(path == e or path.startswith(f"{e}.") for e in self.encoders)
-            config = self.encoder_config if in_encoder else self.config
-            with use_config(config):
-                found = foreign_forward(module) or find(module, config, in_encoder and self.enforced)
+            in_encoder = not self.encoders.isdisjoint(_ancestry(path))
+            at = _Place(path, self.encoder_config if in_encoder else self.config, in_encoder and self.enforced, self)
+            with use_config(at.config):
+                found = foreign_forward(module) or find(module, at)
             if isinstance(found, str):
-                self.applied.report.skipped(path, op, type(module).__qualname__, found)
+                name = op if isinstance(op, str) else op(module)
+                self.applied.report.skipped(path, name, type(module).__qualname__, found)
             else:
                 found.bind()
+                self.bound.add(id(module))
                 self.applied.bindings.append(found)
                 self._record(path, found)
-
-    def _is_bound(self, module: Any) -> bool:
-        return any(b.module is module for b in self.applied.bindings)
 
     def _record(self, path: str, binding: Binding) -> None:
         if not list(binding.ops()):  # a layer or a stack, whose ops are those of the modules inside
@@ -149,24 +157,37 @@ class _Walk:
         for below, op, note in binding.ops():
             self.applied.report.applied(".".join(part for part in (path, below) if part), op, note, binding.sample(op))
 
-    def _attention(self, module: Any, config: CompilationConfig, enforced: bool) -> Any:
-        return attention.find_attention(module, self.uses, self.rotary, enforced)
+    def _attention(self, module: Any, at: _Place) -> Any:
+        return attention.find_attention(module, self.uses, at.rotary, at.enforced)
 
-    def _linear(self, module: Any, config: CompilationConfig, enforced: bool) -> Any:
-        path = next(n for n, m in self.model.named_modules() if m is module)
-        wrapper = next((w for w in self.wrappers if path.startswith(f"{w}.")), None)
+    def _linear(self, module: Any, at: _Place) -> Any:
+        wrapper = next((w for w in _ancestry(at.path)[:-1] if w in self.wrappers), None)
         if wrapper is not None:
             return f"is part of {wrapper}, which is LoRA-wrapped"
         return linears.untouchable(module) or shards.find_shard(module) or linears.LinearBinding(module)
 
 
+class _Place:
+    """Where in the model a module is, and what follows from that."""
+
+    def __init__(self, path: str, config: CompilationConfig, enforced: bool, walk: _Walk) -> None:
+        self.path, self.config, self.enforced = path, config, enforced
+        self._walk = walk
+
+    @property
+    def rotary(self) -> nn.Module | None:
+        """The module that makes the rotary tables here."""
+        return nearest(self._walk.rotaries, self.path)
+
+
+def _ancestry(path: str) -> list[str]:
+    """The path and those of what holds it, the outermost first, without the model itself."""
+    parts = path.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+
+
 def _is_linear(module: Any) -> bool:
     return isinstance(module, nn.Linear) or (hasattr(module, "in_features") and hasattr(module, "out_features"))
-
-
-def _takes_an_implementation(module: Any) -> bool:
-    name = type(module).__name__
-    return "Attention" in name and hasattr(module, "config") and hasattr(module, "layer_idx")
 
 
 def _output_embeddings(model: nn.Module) -> nn.Module | None:
@@ -177,12 +198,12 @@ def _output_embeddings(model: nn.Module) -> nn.Module | None:
         return None
 
 
-def _encoders(model: nn.Module) -> list[str]:
+def _encoders(model: nn.Module) -> set[str]:
     """Paths of vision and audio towers: sub-models whose config is one of the model's configs but not the text's."""
     config = getattr(model, "config", None)
     names = [n for n in getattr(config, "sub_configs", None) or {} if "text" not in n and "decoder" not in n]
-    towers = [type(c) for c in (getattr(config, n, None) for n in names) if c is not None]
-    return [path for path, m in model.named_modules() if path and type(getattr(m, "config", None)) in towers and towers]
+    towers = {type(c) for c in (getattr(config, n, None) for n in names) if c is not None}
+    return {path for path, m in model.named_modules() if path and type(getattr(m, "config", None)) in towers}
 
 
 def _insist(report: Report, strict: bool) -> None:

@@ -62,7 +62,7 @@ class ConvLayer(CustomOp):
         self.margins = self._margins()
         self.weight = frozen(torch.empty(out_channels, in_channels // groups, *self.kernel_size, dtype=params_dtype))
         self.bias = frozen(torch.zeros(out_channels, dtype=params_dtype)) if bias else None
-        self._no_matrix = self._why_no_matrix()
+        self.why_no_matrix = self._why_no_matrix()
 
     def forward_native(self, x: Tensor) -> Tensor:
         self._check(x)
@@ -74,7 +74,7 @@ class ConvLayer(CustomOp):
         return type(self).convolve(x, self.weight, self.bias, self.stride, padding, self.dilation, self.groups)
 
     def _matrix_only(self, x: Tensor) -> str | None:
-        return self._no_matrix
+        return self.why_no_matrix
 
     @requires(dtypes=FLOATS, native_library=True, when=_matrix_only)
     def forward_cpu(self, x: Tensor) -> Tensor:
