@@ -274,3 +274,54 @@ def test_bits_tell_zeros_apart() -> None:
     assert not same_bits(zero, other)
     assert first_difference(zero, other) == (1, 2)
     assert same_bits(torch.full((1,), float("nan")).expand(1), torch.full((1,), float("nan")))
+
+
+def op_with_state(kernel: Callable[[Tensor, Tensor], Tensor], writes: tuple[str, ...] = ("state",)) -> type:
+    @CustomOp.register("twice")
+    class Twice(CustomOp):
+        """Adds x to a state and returns the sum."""
+
+        mutates = writes
+        tolerance = Tolerance(ulp=1.0, fp32=2.0)
+
+        def forward_native(self, x: Tensor, state: Tensor) -> Tensor:
+            state += x.detach()
+            return state + (x - x.detach())
+
+        @requires(dtypes=FLOATS)
+        def forward_cpu(self, x: Tensor, state: Tensor) -> Tensor:
+            return kernel(x, state)
+
+        @classmethod
+        def cases(cls) -> Iterator[Case]:
+            yield Case("T=7", {}, lambda i: (i.randn(7, 5), i.randn(7, 5, shift=1.0)), {})
+
+        @classmethod
+        def cost(cls, case: Case, dtype: torch.dtype) -> Cost:
+            return Cost(35 * dtype.itemsize)
+
+    return Twice
+
+
+def added(x: Tensor, state: Tensor) -> Tensor:
+    return state.copy_((state.float() + x.float()).to(x.dtype)).clone()
+
+
+def test_a_state_is_an_output_where_the_op_says_that_it_writes_it() -> None:
+    op_with_state(added)
+    report = verify(Plan(ops=["twice"], dtypes=(torch.float32,)))
+    assert report.checked == 1
+    assert not report.failures, report.failures
+
+
+@pytest.mark.parametrize(
+    ("kernel", "writes", "check"),
+    [
+        (lambda x, state: (state.float() + x.float()).to(x.dtype), ("state",), "numbers"),  # forgets the state
+        (added, (), "inputs"),  # writes what it does not state
+    ],
+)
+def test_a_state_that_is_wrong_shows(kernel: Any, writes: tuple[str, ...], check: str) -> None:
+    op_with_state(kernel, writes)
+    report = verify(Plan(ops=["twice"], dtypes=(torch.float32,)))
+    assert check in {failure.check for failure in report.failures}

@@ -81,6 +81,7 @@ class CustomOp(nn.Module, metaclass=_CustomOpMeta):
     op_registry_oot: ClassVar[dict[str, type]] = registry.op_registry_oot
     name: ClassVar[str]
     lead: ClassVar[int] = 0  # index of the argument whose device and dtype decide
+    mutates: ClassVar[tuple[str, ...]] = ()  # arguments that a call may write: states kept between calls
     _class_key: ClassVar[str]
     _whens: ClassVar[dict[str, Callable[..., str | None]]]  # platform method -> what may refuse a call
     _differentiable: ClassVar[tuple[str, ...]]  # platform methods with a backward

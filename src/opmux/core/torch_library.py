@@ -24,17 +24,17 @@ _fakes: dict[str, Callable[..., Any]] = {}
 _definitions: dict[str, tuple[str, str, str]] = {}  # name -> (function and file, schema, place for messages)
 
 
-def opaque(*, fake: Callable[..., Any]) -> Callable[[Function], Function]:
+def opaque(*, fake: Callable[..., Any], mutates: tuple[str, ...] = ()) -> Callable[[Function], Function]:
     """Make a kernel function one opaque op while torch traces or watches, and a plain call otherwise.
 
-    The function takes tensors and scalars, is fully annotated, mutates nothing and returns new tensors; ``fake`` takes
-    the same arguments and returns empty tensors of the right shape, dtype and strides. Going through the dispatcher
-    costs 3-5 us a call, so eager code does not.
+    The function takes tensors and scalars, is fully annotated, mutates nothing but the arguments that ``mutates`` names
+    (states kept between calls), and returns new tensors; ``fake`` takes the same arguments and returns empty tensors of
+    the right shape, dtype and strides. Going through the dispatcher costs 3-5 us a call, so eager code does not.
     """
 
     def wrap(function: Function) -> Function:
         name = function.__name__
-        schema = torch.library.infer_schema(function, mutates_args=(), op_name=name)
+        schema = torch.library.infer_schema(function, mutates_args=mutates, op_name=name)
         _define(name, schema, function, fake)
         op = getattr(getattr(torch.ops, NAMESPACE), name).default
         compiling = torch.compiler.is_compiling

@@ -27,11 +27,14 @@ def check(subject: Subject) -> Outcome:
     reference = subject.reference()
     method = getattr(op, subject.method)
     with torch.no_grad():
-        native = tensors(subject.cls.forward_native(op, *args))
+        native = subject.results(subject.cls.forward_native(op, *args), args)
+        if subject.cls.mutates:
+            op, args = subject.build()
+            method = getattr(op, subject.method)
         outcome.native = _worst(subject, native, reference)
         outcome.failures += compare(subject, "native", native, reference, native)
         before = [t.clone() for t in all_tensors([*args, op])]
-        out = _guarded(subject, outcome, lambda: method(*args))
+        out = _guarded(subject, outcome, lambda: subject.results(method(*args), args))
         if out is None:
             return outcome
         outcome.worst = _worst(subject, out, reference)
@@ -104,20 +107,23 @@ def _guarded(subject: Subject, outcome: Outcome, call: Callable[[], Any]) -> lis
 def _check_inputs(
     subject: Subject, outcome: Outcome, op: Any, args: tuple[Any, ...], before: list[Tensor], out: list[Tensor]
 ) -> None:
+    written = {id(t) for t in subject.written(args)}
     for number, (now, then) in enumerate(zip(all_tensors([*args, op]), before, strict=True)):
-        if not same_bits(now, then):
+        if id(now) not in written and not same_bits(now, then):
             index = first_difference(now, then)
             outcome.failures.append(Failure(subject, "inputs", f"input {number} was written, first at {index}"))
     inputs = {t.untyped_storage().data_ptr() for t in tensors(args) if t.numel()}
     for number, tensor in enumerate(out):
-        if tensor.numel() and tensor.untyped_storage().data_ptr() in inputs:
+        if id(tensor) not in written and tensor.numel() and tensor.untyped_storage().data_ptr() in inputs:
             outcome.failures.append(Failure(subject, "aliasing", f"output {number} shares an input's memory"))
 
 
 def _check_repeat(subject: Subject, outcome: Outcome, out: list[Tensor], op: Any, args: tuple[Any, ...]) -> None:
     """Again, in plain memory, through the dispatcher where that is the way to the method: the same bits."""
+    if subject.cls.mutates:
+        op, args = subject.build()
     dispatched = op.decision(*args).method == subject.method
-    again = tensors(op(*args) if dispatched else getattr(op, subject.method)(*args))
+    again = subject.results(op(*args) if dispatched else getattr(op, subject.method)(*args), args)
     for number, (first, second) in enumerate(zip(out, again, strict=True)):
         if same_bits(first, second):
             continue
@@ -133,6 +139,7 @@ def _check_layouts(subject: Subject, outcome: Outcome, reference: list[Tensor], 
         moved = mapped(args, layout)
         if refusal(op, subject.method, moved) is not None:
             continue
-        out = _guarded(subject, outcome, lambda op=op, moved=moved: getattr(op, subject.method)(*moved))  # type: ignore[misc]
+        method = getattr(op, subject.method)
+        out = _guarded(subject, outcome, lambda m=method, a=moved: subject.results(m(*a), a))  # type: ignore[misc]
         if out is not None:
             outcome.failures += compare(subject, f"{name} inputs", out, reference, native)

@@ -28,8 +28,11 @@ def check_compiled(subject: Subject) -> list[Failure]:
     torch.compiler.reset()
     try:
         with torch.no_grad():
-            eager = tensors(op(*args))
-            compiled = tensors(torch.compile(op, fullgraph=True, dynamic=True, backend="aot_eager")(*args))
+            eager = [t.clone() for t in subject.results(op(*args), args)]
+            args = subject.build()[1] if subject.cls.mutates else args
+            compiled = subject.results(
+                torch.compile(op, fullgraph=True, dynamic=True, backend="aot_eager")(*args), args
+            )
     except Exception as error:  # the compiler has many kinds
         first_line = str(error).strip().partition("\n")[0]
         return [Failure(subject, "compiled", f"torch.compile(fullgraph=True) raised {type(error).__name__}: {first_line}")]
@@ -53,7 +56,8 @@ def check_gradients(subject: Subject) -> list[Failure]:
 def _gradients(subject: Subject, *, native: bool) -> list[Tensor | None]:
     """Of the sum of all outputs, for every floating argument and parameter."""
     op, args = subject.build()
-    leaves = [t.requires_grad_() for t in tensors(args) if t.is_floating_point()]
+    written = {id(t) for t in subject.written(args)}
+    leaves = [t.requires_grad_() for t in tensors(args) if t.is_floating_point() and id(t) not in written]
     for module in (op, *(a for a in args if isinstance(a, nn.Module))):
         leaves += [p.requires_grad_() for p in module.parameters() if p.is_floating_point()]
     out = tensors(subject.cls.forward_native(op, *args) if native else op(*args))

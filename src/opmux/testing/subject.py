@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import shlex
 from dataclasses import dataclass, field
@@ -43,8 +44,18 @@ class Subject:
     def reference(self) -> list[Tensor]:
         """The definition in float64 on the same inputs."""
         op, args = self.build()
+        args = in_float64(args)
         with torch.no_grad():
-            return tensors(self.cls.forward_native(op.double(), *in_float64(args)))
+            return self.results(self.cls.forward_native(op.double(), *args), args)
+
+    def results(self, out: Any, args: tuple[Any, ...]) -> list[Tensor]:
+        """What a call gave: its outputs, then the arguments that the op states it writes."""
+        return [*tensors(out), *self.written(args)]
+
+    def written(self, args: tuple[Any, ...]) -> list[Tensor]:
+        """Those of the arguments that the op states it writes."""
+        names = list(inspect.signature(self.cls.forward_native).parameters)[1:]
+        return [t for name, arg in zip(names, args, strict=False) if name in self.cls.mutates for t in tensors(arg)]
 
     def replay(self) -> str:
         """The command that verifies this subject alone."""
