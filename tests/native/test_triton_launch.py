@@ -52,7 +52,7 @@ KERNELS = {  # launcher, types of the pointers, constexprs, warps, stages
         quant._tensor_kernel, ["*bf16", "*u8", "*i32", "*fp32"], (512, 8192, 448.0, "hardware"), 8, 2,
     ),
     "gated norm": (norm._gated_norm_kernel, ["*bf16"] * 4, (1, 4096, True, True, True, False), 8, 2),
-    "layer norm": (norm._layer_norm_kernel, ["*bf16"] * 4, (1, 4096, True, True, True), 8, 2),
+    "layer norm": (norm._layer_norm_kernel, ["*bf16"] * 6, (1, 4096, True, True, True, True, False), 8, 2),
     "wide norm": (norm._rms_norm_wide_kernel, ["*bf16"] * 5, (8192, True, True, False, False), 16, 2),
     "silu_and_mul": (activation._gated_kernel, ["*bf16"] * 2, (1024, True, "silu", False, False), 4, 2),
     "gelu_and_mul": (activation._gated_kernel, ["*bf16"] * 2, (1024, True, "gelu", True, True), 4, 2),
