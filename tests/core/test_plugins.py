@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -187,3 +188,38 @@ def test_p2_other_threads_wait_for_the_registrations(installed: Install) -> None
     built.append(type(RMSNorm(4)).__name__)
     first.join()
     assert built == ["VendorNorm"] * 2
+
+
+@pytest.fixture
+def declares(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], None]:
+    """Have this module, which stands for the plugin's, declare a version of the interface."""
+    return lambda version: monkeypatch.setattr(sys.modules[__name__], "OPMUX_API", version, raising=False)
+
+
+def test_a_plugin_of_this_version(installed: Install, declares: Callable[[Any], None]) -> None:
+    declares(plugins.API_VERSION)
+    installed("vendor", vendor_norm)
+    assert type(RMSNorm(4)).__name__ == "VendorNorm"
+    assert [r.api for r in plugins.records()] == [plugins.API_VERSION]
+
+
+@pytest.mark.parametrize(
+    ("version", "remedy"),
+    [(plugins.API_VERSION + 1, "a newer opmux"), (0, "a newer version of the plugin"), ("two", "a newer version of the")],
+)
+def test_a_plugin_of_another_version(
+    installed: Install, declares: Callable[[Any], None], version: Any, remedy: str
+) -> None:
+    declares(version)
+    installed("vendor", vendor_norm)
+    words = rf"'vendor'.*OPMUX_API = {version!r}, and this opmux has version 1 of the plugin interface.*{remedy}"
+    with pytest.warns(plugins.PluginWarning, match=words):
+        assert type(RMSNorm(4)) is RMSNorm
+
+
+def test_the_record_names_what_a_plugin_registered(installed: Install) -> None:
+    vendor = vendor_norm()
+    installed("vendor", lambda: CustomOp.register_oot(vendor, "RMSNorm"))  # a second time, as at a reload
+    installed("nothing", lambda: None)
+    RMSNorm(4)
+    assert {r.name: r.registered for r in plugins.records()} == {"vendor": (vendor,), "nothing": ()}

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core import registry
 from ..core.config import current_config
 from ..core.custom_op import CustomOp
 from ..core.decide import NATIVE
 from ..ops.attention.attention import Attention
 from ..ops.attention.rotary_attention import RotaryAttention
 from ..ops.linear.product import Product
+from ..ops.rope.apply_rotary_emb import ApplyRotaryEmb
 from . import probe
 from .binding import Binding, bound, idle, parameter_names
 from .linears import Merged, Uses, linear_op, unmergeable, untouchable
@@ -56,13 +58,15 @@ class AttentionBinding(Binding):
         self._project(children, uses)
         scale = getattr(module, "scaling", None)
         cap = getattr(module, "attn_logit_softcapping", None)
-        # The two ops and the copies between them in one call, where both are enabled and it has a kernel.
+        # The two ops and the copies between them in one call, where both are enabled, it has a kernel, and neither is
+        # replaced out of tree.
         self.step: RotaryAttention | None = None
         if (
             self.product is not None
             and rope is not None
             and norms is None
             and _enabled("apply_rotary_emb", "attention")
+            and not registry.replaced(ApplyRotaryEmb, Attention)
         ):
             step = RotaryAttention(
                 self.heads, self.head_dim, scale, self.kv_heads, is_neox_style=rope.op.is_neox_style, soft_cap=cap

@@ -10,10 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..core import registry
 from ..core.config import CompilationConfig
 from ..core.custom_op import CustomOp
 from ..core.decide import NATIVE
+from ..ops.activation.silu_and_mul import SiluAndMul
 from ..ops.linear.linear_silu_and_mul import LinearSiluAndMul
+from ..ops.linear.replicated_linear import ReplicatedLinear
 from . import probe
 from .activations import FUNCTIONS, GATED, plain_op
 from .binding import Binding, share_parameters
@@ -125,8 +128,12 @@ def op_name(module: Any) -> str:
 
 
 def _one_op(linears: list[nn.Linear], config: CompilationConfig) -> LinearSiluAndMul | None:
-    """Product and gate as one op, where both are enabled and it has a kernel; elsewhere the gate alone may have one."""
-    if not all(config.is_custom_op_enabled(op) for op in ("replicated_linear", "silu_and_mul")):
+    """Product and gate as one op, where both are enabled and it has a kernel; elsewhere the gate alone may have one.
+
+    Not where one of the two is replaced out of tree: the replacement is to run.
+    """
+    parts = (ReplicatedLinear, SiluAndMul)
+    if registry.replaced(*parts) or not all(config.is_custom_op_enabled(part.name) for part in parts):
         return None
     width, rows, bias = linears[0].in_features, sum(m.out_features for m in linears), linears[0].bias is not None
     with torch.device("meta"):

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..core import registry
 from ..core.config import CompilationConfig, CompilationMode, current_config, use_config
 from ..core.errors import OpmuxError, UsageError
 from ..ops.embedding.vocab_parallel_embedding import VocabParallelEmbedding
 from . import activations, attention, convs, embeddings, interface, layers, linears, mlp, norms, shards
 from .binding import Binding, foreign_forward
+from .replacements import Oot, Replacements
 from .report import Report
 from .rope import find_rotaries, nearest
 
@@ -30,15 +32,21 @@ class NothingAppliedWarning(UserWarning):
 class _Applied:
     """What was done to a model, kept on it so that it can be undone."""
 
-    def __init__(self, config: CompilationConfig, fuse: bool, report: Report) -> None:
-        self.config = config
-        self.fuse = fuse
+    def __init__(self, settings: tuple[Any, ...], report: Report) -> None:
+        self.settings = settings
         self.report = report
         self.bindings: list[Binding] = []
         self.compiled = False
 
 
-def apply(model: nn.Module, config: CompilationConfig | None = None, strict: bool = False, fuse: bool = True) -> Report:
+def apply(
+    model: nn.Module,
+    config: CompilationConfig | None = None,
+    strict: bool = False,
+    fuse: bool = True,
+    *,
+    oot: Oot | None = None,
+) -> Report:
     """Put opmux's ops into a transformers model.
 
     Modules are recognised by their structure and by running them against the ops' formulas on random input, and are
@@ -51,24 +59,29 @@ def apply(model: nn.Module, config: CompilationConfig | None = None, strict: boo
         config: directives, backend and mode; None means the config in force.
         strict: raise if anything that has an op was left as it is.
         fuse: merge q, k and v, and gate and up, and run layers whole.
+        oot: replacements for this model alone, before the registered ones: ``{"RMSNorm": VendorNorm}``, ``{"RMSNorm":
+            None}`` for the op's own class, ``{"RMSNorm": {"model.layers": VendorNorm}}`` for what lies below a module.
 
     Returns: what was done and what was not, with reasons.
-    Raises:  NotAppliedError under ``strict``; the model is then as it was.
+    Raises:  NotAppliedError under ``strict``; RegistrationError for a class in ``oot`` that cannot replace its op;
+             UsageError for a module that the model does not have. The model is then as it was.
     Warns:   NothingAppliedWarning if nothing was replaced.
     """
     config = current_config() if config is None else config
     if not isinstance(config, CompilationConfig):
         raise UsageError(f"apply takes a CompilationConfig, not {config!r}. Write CompilationConfig(custom_ops=[...]).")
+    replacements = Replacements(oot, (path for path, _ in model.named_modules()))
+    settings = (config, fuse, replacements.places)
     before: _Applied | None = model.__dict__.get(_STATE)
-    if before is not None and before.config == config and before.fuse == fuse:
+    if before is not None and before.settings == settings:
         _insist(before.report, strict)
         return before.report
     unapply(model)
     report = Report(_directives(config), config.sources)
-    applied = _Applied(config, fuse, report)
+    applied = _Applied(settings, report)
     try:
         with torch.no_grad():
-            _Walk(model, config, fuse, applied).run()
+            _Walk(model, config, fuse, replacements, applied).run()
         report.start_counting()
         _note_unused(report, config)
         _insist(report, strict)
@@ -95,8 +108,10 @@ def unapply(model: nn.Module) -> None:
 class _Walk:
     """One pass per kind of module, from leaves to the whole, since the larger ones are made of the smaller."""
 
-    def __init__(self, model: nn.Module, config: CompilationConfig, fuse: bool, applied: _Applied) -> None:
-        self.model, self.fuse, self.applied = model, fuse, applied
+    def __init__(
+        self, model: nn.Module, config: CompilationConfig, fuse: bool, replacements: Replacements, applied: _Applied
+    ) -> None:
+        self.model, self.fuse, self.replacements, self.applied = model, fuse, replacements, applied
         self.config = config
         self.encoder_config, self.enforced = config.for_encoder()
         self.encoders = _encoders(model)
@@ -140,7 +155,7 @@ class _Walk:
                 continue
             in_encoder = not self.encoders.isdisjoint(_ancestry(path))
             at = _Place(path, self.encoder_config if in_encoder else self.config, in_encoder and self.enforced, self)
-            with use_config(at.config):
+            with use_config(at.config), registry.replacing(self.replacements.at(path)):
                 found = foreign_forward(module) or find(module, at)
             if isinstance(found, str):
                 name = op if isinstance(op, str) else op(module)

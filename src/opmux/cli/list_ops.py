@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from .output import Output
 
-PLATFORMS = ("cpu", "cuda", "rocm", "xpu", "tpu")
+PLATFORMS = ("cpu", "cuda", "rocm", "xpu", "tpu", "oot")
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -14,7 +14,7 @@ def lineage_of(cls: type, built: int | None = None) -> Lineage:
             cls,
             replacement.cls,
             True,
-            f"{registry.origin(replacement.cls)} is registered out of tree for {cls.__name__}",
+            f"{registry.origin(replacement.cls)} {replacement.how} in place of {cls.__name__}",
         )
     if replacement is not None and built is not None and built < replacement.serial:
         return Lineage(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +20,9 @@ PLATFORM_GROUP = "opmux.platform_plugins"
 ALLOW_VARIABLE = "OPMUX_PLUGINS"
 STRICT_VARIABLE = "OPMUX_STRICT_PLUGINS"
 
+API_VERSION = 1  # goes up when a plugin written for the one before would no longer work
+API_ATTRIBUTE = "OPMUX_API"
+
 
 class PluginWarning(UserWarning):
     """A plugin failed to load and was skipped."""
@@ -25,13 +30,24 @@ class PluginWarning(UserWarning):
 
 @dataclass(frozen=True)
 class PluginRecord:
-    """What became of one entry point in this process."""
+    """What became of one entry point in this process.
+
+    Attributes:
+        status: "loaded", "failed" or "not allowed".
+        api: the version of the interface that its module declares as ``OPMUX_API``.
+        registered: the classes that it registered, in the tree or out of it.
+        took_s: to import and call it.
+    """
 
     name: str
     group: str
     value: str
-    status: str  # "loaded", "failed" or "not allowed"
+    status: str
     detail: str = ""
+    distribution: str = ""
+    api: int | None = None
+    registered: tuple[type, ...] = ()
+    took_s: float = 0.0
 
 
 _lock = threading.RLock()
@@ -80,16 +96,39 @@ def load_group(group: str, check: Callable[[Any], None] | None = None) -> Iterat
         if not allowed(point.name):
             _record(point, "not allowed", f"{ALLOW_VARIABLE}={os.environ.get(ALLOW_VARIABLE)}")
             continue
+        started = time.perf_counter()
         try:
-            with registry.all_or_nothing():
-                result = point.load()()
+            with registry.all_or_nothing(), registry.watching() as registered:
+                function, api = _import(point)
+                result = function()
             if check is not None:
                 check(result)
         except Exception as error:
             _fail(point, error)
             continue
-        _record(point, "loaded")
+        took_s = time.perf_counter() - started
+        _record(point, "loaded", api=api, registered=tuple(dict.fromkeys(registered)), took_s=took_s)
         yield point.name, result
+
+
+def _import(point: EntryPoint) -> tuple[Callable[[], Any], int | None]:
+    """The callable that an entry point names, and the version that its module declares.
+
+    Raises:
+        PluginError: the module was written for another version of the interface.
+    """
+    package = point.module.partition(".")[0]
+    # The package first: it may say which version it is for although the module itself no longer imports.
+    api = None
+    for name in dict.fromkeys((package, point.module)):
+        api = getattr(importlib.import_module(name), API_ATTRIBUTE, api)
+        if api not in (None, API_VERSION):
+            what = "a newer opmux" if isinstance(api, int) and api > API_VERSION else "a newer version of the plugin"
+            raise PluginError(
+                f"{name} declares {API_ATTRIBUTE} = {api!r}, and this opmux has version {API_VERSION} of the plugin "
+                f"interface. Install {what}, or the pair of versions that its maker names"
+            )
+    return point.load(), api
 
 
 def require_loaded() -> None:
@@ -116,6 +155,9 @@ def _warn_of_unknown_names() -> None:
 
 def _fail(point: EntryPoint, error: Exception) -> None:
     sentence = f"{type(error).__name__}: {error}"
+    asks = _asks_for(point)
+    if asks and not isinstance(error, PluginError):
+        sentence += f" ({asks})"
     _record(point, "failed", sentence)
     message = (
         f"The opmux plugin {point.name!r} ({point.value}, group {point.group}) failed to load and was skipped: "
@@ -126,5 +168,20 @@ def _fail(point: EntryPoint, error: Exception) -> None:
     warnings.warn(message, PluginWarning, stacklevel=2)
 
 
-def _record(point: EntryPoint, status: str, detail: str = "") -> None:
-    _records[(point.group, point.name)] = PluginRecord(point.name, point.group, point.value, status, detail)
+def _asks_for(point: EntryPoint) -> str:
+    """Which opmux the plugin's package wants, by its metadata: what breaks at import is often of another version."""
+    from .. import __version__
+
+    if point.dist is None:
+        return ""
+    wanted = [r for r in point.dist.requires or () if r.partition(";")[0].strip().startswith("opmux")]
+    return f"{_described(point)} asks for {wanted[0]}; this is opmux {__version__}" if wanted else ""
+
+
+def _described(point: EntryPoint) -> str:
+    return "" if point.dist is None else f"{point.dist.name} {point.dist.version}"
+
+
+def _record(point: EntryPoint, status: str, detail: str = "", **more: Any) -> None:
+    record = PluginRecord(point.name, point.group, point.value, status, detail, _described(point), **more)
+    _records[(point.group, point.name)] = record

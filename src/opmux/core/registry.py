@@ -7,10 +7,12 @@ their origin (module and qualified name), never by their bare ``__name__``.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import importlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +48,7 @@ class Replacement:
     cls: type
     serial: int
     scope: Callable[[], bool] | None = None
+    how: str = "is registered out of tree"
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,9 @@ class Pending:
 
 
 _state = _State()
+_ever: weakref.WeakSet[type] = weakref.WeakSet()  # replacements, also past ones, of which objects may be left
+_watchers: list[list[type]] = []
+_here: contextvars.ContextVar[Mapping[str, type | None]] = contextvars.ContextVar("opmux_replacements", default={})  # noqa: B039
 _serials = itertools.count(1)
 _catalogues: list[str] = []
 _loaded: set[str] = set()
@@ -158,6 +164,7 @@ def register(cls: type, name: str, base: type) -> type:
                 "one of these names, and directives and OOT registrations take class names too. Rename the class."
             )
     check_signatures(cls)
+    _note(cls)
     op_registry[name] = cls
     cls.name = name  # type: ignore[attr-defined]
     for key in (name, cls.__name__):
@@ -200,6 +207,7 @@ def register_oot(
             f"{origin(waiting.cls)} waits for {target!r} already; {origin(cls)} was not registered. Uninstall one of "
             "the two."
         )
+    _note(cls)
     _state.pending[str(target)] = Pending(cls, scope)
     op_registry_oot[str(target)] = cls
     return cls
@@ -207,11 +215,20 @@ def register_oot(
 
 def replacement_of(cls: type) -> Replacement | None:
     """The replacement in force for exactly this class, never for its subclasses."""
+    here = _here.get()
+    if here and origin(cls) in here:
+        chosen = here[origin(cls)]
+        return None if chosen is None else Replacement(cls.__name__, chosen, 0, how="was given to apply for this module")
     found = _state.replacements.get(origin(cls))
     # The public dictionary has the last word: an entry that a caller removed from it is gone.
     if found is None or op_registry_oot.get(found.target) is not found.cls:
         return None
     return found if found.scope is None or found.scope() else None
+
+
+def replaced(*classes: type) -> bool:
+    """Whether one of these in-tree classes has a replacement in force."""
+    return any(replacement_of(cls) is not None for cls in classes)
 
 
 def pending() -> dict[str, type]:
@@ -220,8 +237,44 @@ def pending() -> dict[str, type]:
 
 
 def is_replacement(cls: type) -> bool:
-    """Whether ``cls`` (or an ancestor) was registered out of tree."""
-    return any(same(ancestor, r.cls) for ancestor in cls.__mro__ for r in _state.replacements.values())
+    """Whether ``cls`` (or an ancestor) was registered out of tree. It stays one for objects that outlive a scope."""
+    return any(ancestor in _ever for ancestor in cls.__mro__) or any(
+        same(ancestor, r.cls) for ancestor in cls.__mro__ for r in _state.replacements.values()
+    )
+
+
+@contextlib.contextmanager
+def replacing(classes: Mapping[type, type | None]) -> Iterator[None]:
+    """Inside, ops of these in-tree classes are built as the given replacements, or as themselves where it is None.
+
+    Goes before what is registered, for this thread and this async task only.
+    """
+    for target, cls in classes.items():
+        if cls is not None:
+            _require_replaces(cls, target)
+            cls.name = target.name  # type: ignore[attr-defined]
+            _ever.add(cls)
+    token = _here.set({**_here.get(), **{origin(target): cls for target, cls in classes.items()}})
+    try:
+        yield
+    finally:
+        _here.reset(token)
+
+
+@contextlib.contextmanager
+def watching() -> Iterator[list[type]]:
+    """Collect the classes that are registered inside, also those that were registered already."""
+    seen: list[type] = []
+    _watchers.append(seen)
+    try:
+        yield seen
+    finally:
+        _watchers.remove(seen)
+
+
+def _note(cls: type) -> None:
+    for seen in _watchers:
+        seen.append(cls)
 
 
 @contextlib.contextmanager
@@ -273,7 +326,8 @@ def _resolve(target: str, lazy: bool) -> type | None:
     )
 
 
-def _replace(in_tree: type, cls: type, scope: Callable[[], bool] | None) -> type:
+def _require_replaces(cls: type, in_tree: type) -> None:
+    """Raise if ``cls`` cannot stand where ``in_tree`` is asked for."""
     if not isinstance(cls, type) or not any(same(ancestor, in_tree) for ancestor in cls.__mro__):
         raise RegistrationError(
             f"{_describe(cls)} cannot replace {origin(in_tree)}: a replacement must be a subclass of the class that it "
@@ -281,6 +335,11 @@ def _replace(in_tree: type, cls: type, scope: Callable[[], bool] | None) -> type
         )
     if same(cls, in_tree):
         raise RegistrationError(f"{origin(cls)} cannot replace itself. Derive a class from it and register that.")
+    check_signatures(cls)
+
+
+def _replace(in_tree: type, cls: type, scope: Callable[[], bool] | None) -> type:
+    _require_replaces(cls, in_tree)
     if registered_ancestor(in_tree) is None:
         raise RegistrationError(
             f"{origin(in_tree)} is not registered in-tree, nor is an ancestor, so nothing can replace it. Register it "
@@ -303,7 +362,8 @@ def _replace(in_tree: type, cls: type, scope: Callable[[], bool] | None) -> type
             f"{in_tree.__name__} already has the OOT replacement {origin(taken)}; {origin(cls)} was not registered. "
             "Only one can be in force: uninstall one, or scope them with opmux.oot_scope()."
         )
-    check_signatures(cls)
+    _note(cls)
+    _ever.add(cls)
     cls.name = in_tree.name  # type: ignore[attr-defined]  # directives control both alike, whatever the class says
     op_registry_oot[in_tree.__name__] = cls
     _state.replacements[origin(in_tree)] = Replacement(in_tree.__name__, cls, next_serial(), scope)
@@ -346,7 +406,7 @@ def implemented(cls: type, method: str) -> bool:
 
 
 def _require_accepts(cls: type, name: str, method: Callable[..., Any], wanted_name: str, wanted: Any) -> None:
-    fault = _narrower(inspect.signature(method), inspect.signature(wanted))
+    fault = narrower(inspect.signature(method), inspect.signature(wanted))
     if fault is not None:
         raise RegistrationError(
             f"{origin(cls)}.{name}{inspect.signature(method)} accepts less than {wanted_name}"
@@ -354,7 +414,7 @@ def _require_accepts(cls: type, name: str, method: Callable[..., Any], wanted_na
         )
 
 
-def _narrower(have: inspect.Signature, want: inspect.Signature) -> str | None:
+def narrower(have: inspect.Signature, want: inspect.Signature) -> str | None:
     """What ``want`` accepts and ``have`` does not, or None."""
     kinds = inspect.Parameter
     takes_args = any(p.kind is kinds.VAR_POSITIONAL for p in have.parameters.values())
