@@ -104,6 +104,16 @@ def gated_norm(groups: int, before: bool) -> Tensor:
     return op.tp.all_gather(mine)
 
 
+def mixer_norm(groups: int) -> Tensor:
+    from opmux.ops import Mixer2RMSNormGated
+
+    op = Mixer2RMSNormGated(OUT, groups)
+    op.load_weight(randn(OUT))
+    rank, size = op.tp.rank, op.tp.size
+    x = randn(5, OUT) * torch.logspace(-2, 2, OUT)
+    return op.tp.all_gather(op(x.chunk(size, -1)[rank], randn(5, OUT).sin().chunk(size, -1)[rank]))
+
+
 def fits(groups: int) -> bool:
     size = tensor_parallel().size
     return groups % size == 0 or size % groups == 0
@@ -127,6 +137,7 @@ CHECKS: dict[str, Callable[[], Tensor]] = {
         for groups in (1, 2, 3, 4, 12, 24)
         for before in (False, True)
     },
+    **{f"mixer's norm, {groups} groups": lambda groups=groups: mixer_norm(groups) for groups in (1, 2, 3, 4, 12)},
     "logits": lambda: logits(0),
     "logits with added tokens": lambda: logits(5),
 }
