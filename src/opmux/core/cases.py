@@ -104,7 +104,12 @@ class Tolerance:
         return float(self.errors(out, ref).max()) if out.numel() else 0.0
 
     def errors(self, out: Tensor, ref: Tensor) -> Tensor:
-        """The error of every element in ulp, in float64; infinite where NaN or infinity stands on one side only."""
+        """The error of every element in ulp, in float64; infinite where NaN or infinity stands on one side only.
+
+        Integers are right or infinitely wrong.
+        """
+        if not out.dtype.is_floating_point:
+            return torch.where(out == ref, 0.0, float("inf")).double()
         ref, got = ref.double(), out.double()
         rounded = ref.to(out.dtype).double()  # the reference may overflow in the narrower dtype
         finite = torch.isfinite(rounded)
