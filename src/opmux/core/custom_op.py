@@ -82,16 +82,19 @@ class CustomOp(nn.Module, metaclass=_CustomOpMeta):
     name: ClassVar[str]
     lead: ClassVar[int] = 0  # index of the argument whose device and dtype decide
     mutates: ClassVar[tuple[str, ...]] = ()  # arguments that a call may write: states kept between calls
+    anywhere: ClassVar[tuple[str, ...]] = ()  # arguments that may lie on another device than the rest: sizes, bounds
     _class_key: ClassVar[str]
     _whens: ClassVar[dict[str, Callable[..., str | None]]]  # platform method -> what may refuse a call
     _differentiable: ClassVar[tuple[str, ...]]  # platform methods with a backward
     _lead_name: ClassVar[str | None] = None
+    _anywhere_at: ClassVar[frozenset[int]] = frozenset()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if callable(cls.forward_native):
             names = list(inspect.signature(cls.forward_native).parameters)[1:]
             cls._lead_name = names[cls.lead] if cls.lead < len(names) else None
+            cls._anywhere_at = frozenset(i for i, name in enumerate(names) if name in cls.anywhere)
         # Plain class attributes, because not every version of the compiler reads a function's own attributes.
         needs = {m: requirements_of(getattr(cls, m)) for m in registry.PLATFORM_METHODS if callable(getattr(cls, m))}
         cls._whens = {m: n.when for m, n in needs.items() if n.when is not None}
@@ -434,6 +437,9 @@ class CustomOp(nn.Module, metaclass=_CustomOpMeta):
         return any(t.requires_grad for t in tensors)
 
     def _check_devices(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self.anywhere:
+            args = tuple(arg for i, arg in enumerate(args) if i not in self._anywhere_at)
+            kwargs = {name: arg for name, arg in kwargs.items() if name not in self.anywhere}
         tensors = [*_tensors_in(args), *_tensors_in(kwargs.values()), *_tensors_in([self])]
         if any(t.device != tensors[0].device for t in tensors):
             self._raise_two_devices(args, kwargs)

@@ -48,6 +48,8 @@ class Attention(CustomOp):
         causal: a query sees the keys up to its own position.
         sliding_window: with ``causal``, the number of keys that a query sees, itself included; None means all.
         soft_cap: scores become ``cap * tanh(score / cap)`` before the mask.
+        vendor: on CUDA, whether torch's ``scaled_dot_product_attention`` (cuDNN) takes the calls that it can express; None
+            means where it was measured to be the faster.
     """
 
     # Kernels round the probabilities to the values' dtype before the second product, as every flash kernel does.
@@ -63,6 +65,7 @@ class Attention(CustomOp):
         causal: bool = True,
         sliding_window: int | None = None,
         soft_cap: float | None = None,
+        vendor: bool | None = None,
         enforce_enable: bool = False,
     ) -> None:
         super().__init__(enforce_enable=enforce_enable)
@@ -79,6 +82,7 @@ class Attention(CustomOp):
         self.causal = causal
         self.sliding_window = sliding_window
         self.soft_cap = float(soft_cap) if soft_cap else None
+        self.vendor = vendor
 
     def forward_native(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None) -> Tensor:
         self._check(query, key, value, attn_mask)
@@ -125,7 +129,7 @@ class Attention(CustomOp):
     forward_hip = forward_xpu = forward_cuda
 
     def _is_for_the_vendor(self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None) -> bool:
-        """Whether cuDNN, which torch calls for what it can express, is the faster of the two.
+        """Whether cuDNN, which torch calls for what it can express, is wanted, or the faster of the two.
 
         Measured on an H200 (torch 2.11, cuDNN 9.19, Triton 3.6), microseconds, cuDNN against Triton: causal S = L =
         2048, 32/8 heads of 128: 83, 112; the same at 8192: 1026, 1225; 4 x 2048, 16 heads of 64: 100, 130; 2048, 8/4
@@ -134,9 +138,9 @@ class Attention(CustomOp):
         28, 24; 512 queries behind 3584 keys: 121, 73; decode steps are equal.
         """
         batch, tokens, head_size = query.shape[0], query.shape[1], query.shape[3]
+        wanted = tokens >= _FEWEST_QUERIES_FOR_CUDNN and batch * tokens >= _FEWEST_ROWS_FOR_CUDNN
         return (
-            tokens >= _FEWEST_QUERIES_FOR_CUDNN
-            and batch * tokens >= _FEWEST_ROWS_FOR_CUDNN
+            (wanted if self.vendor is None else self.vendor)
             and (tokens == key.shape[1] or not self.causal)
             and attn_mask is None
             and self.sliding_window is None

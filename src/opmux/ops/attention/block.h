@@ -24,6 +24,16 @@ constexpr float kLowest = -std::numeric_limits<float>::infinity();
 enum class MaskKind : int64_t { None, Bool, Float };
 enum class Seen { None, Some, All };  // what a mask shows of a block
 
+// One sequence: a row of the batch, or a segment of packed tokens.
+template <class T>
+struct Sequence {
+  const T* q;
+  const T* k;
+  const T* v;
+  T* out;
+  int64_t queries, keys;
+};
+
 template <class T>
 struct Attention {
   const T* q;
@@ -39,8 +49,23 @@ struct Attention {
   const void* mask;  // bool, or T to add
   int64_t mask_batch, mask_head, mask_query, mask_key;
 
+  // Packed: sequence b is segment b % segments of row b / segments, its tokens [bounds[segment], bounds[segment + 1]).
+  const int64_t* bounds = nullptr;
+  int64_t segments = 1;
+
+  // The keys are a grid: what the query's product with row `distance + grid - 1` of a contiguous [2 grid - 1, D] table gives
+  // is added to the scaled score, once for the rows of the grid and once for its columns. grid_columns 0: no such bias.
+  const T *row_table = nullptr, *column_table = nullptr;
+  int64_t grid_rows = 0, grid_columns = 0;
+
   int64_t group() const { return heads / key_heads; }
-  int64_t length(int64_t b) const { return lengths ? std::clamp<int64_t>(lengths[b], 0, keys) : keys; }
+  Sequence<T> sequence(int64_t b) const {
+    const int64_t row = b / segments, begin = bounds ? bounds[b % segments] : 0;
+    const int64_t in_row = bounds ? bounds[b % segments + 1] - begin : queries;
+    const int64_t seen = bounds ? in_row : lengths ? std::clamp<int64_t>(lengths[b], 0, keys) : keys;
+    return {q + row * q_batch + begin * q_token, k + row * k_batch + begin * k_token, v + row * v_batch + begin * v_token,
+            out + (row * queries + begin) * heads * value_size, in_row, seen};
+  }
 };
 
 // How a storage type is multiplied: in pairs of bf16 where the processor can, otherwise as fp32.
@@ -99,8 +124,9 @@ class Block {
   void open(const Attention<T>& a, int64_t b, int64_t head, int64_t first, int64_t rows) {
     reserve(a);
     b_ = b, head_ = head, first_ = first, rows_ = rows;
+    sequence_ = a.sequence(b);
     vectors_ = static_cast<int>((rows + kLanes - 1) / kLanes);
-    const int64_t group = a.group(), offset = a.length(b) - a.queries;
+    const int64_t group = a.group(), offset = sequence_.keys - sequence_.queries;
     for (int64_t m = 0; m < kMaxRows; ++m) {
       positions_[m] = static_cast<int32_t>(offset + (first + std::min(m, rows - 1)) / group);
     }
@@ -109,14 +135,20 @@ class Block {
     const T* at[kMaxRows];
     for (int64_t m = 0; m < rows; ++m) at[m] = query(a, m);
     with_vectors([&](auto mv) {
-      pack_panel<decltype(mv)::value>(Steps{}, rows, a.size, panel_, [&](int64_t m) { return at[m]; });
+      constexpr int MV = decltype(mv)::value;
+      pack_panel<MV>(Steps{}, rows, a.size, panel_, [&](int64_t m) { return at[m]; });
+      if (a.grid_columns > 0) {
+        lean<MV>(a, a.row_table, a.grid_rows, bias_, [&](int64_t query) { return query / a.grid_columns; });
+        lean<MV>(a, a.column_table, a.grid_columns, bias_ + a.grid_rows * MV * kLanes,
+                 [&](int64_t query) { return query % a.grid_columns; });
+      }
     });
   }
 
   // The keys that some row of the block may see.
   void visible(const Attention<T>& a, int64_t& begin, int64_t& end) const {
     begin = a.window > 0 ? std::max<int64_t>(0, positions_[0] - a.window + 1) : 0;
-    end = a.length(b_);
+    end = sequence_.keys;
     if (a.causal) end = std::clamp<int64_t>(positions_[rows_ - 1] + int64_t{1}, 0, end);
     begin = std::min(begin, end);
   }
@@ -183,17 +215,19 @@ class Block {
 
  private:
   // Scores stay unscaled where nothing but the scale is applied to them: then it goes into the exponential.
-  static bool plain(const Attention<T>& a) { return a.scale > 0 && a.cap == 0 && a.mask_kind == MaskKind::None; }
+  static bool plain(const Attention<T>& a) {
+    return a.scale > 0 && a.cap == 0 && a.mask_kind == MaskKind::None && a.grid_columns == 0;
+  }
   static float exponent(const Attention<T>& a) { return 1.44269504f * (plain(a) ? a.scale : 1.0f); }
 
   const T* query(const Attention<T>& a, int64_t m) const {
     const int64_t r = first_ + m, group = a.group();
-    return a.q + b_ * a.q_batch + r / group * a.q_token + (head_ * group + r % group) * a.q_head;
+    return sequence_.q + r / group * a.q_token + (head_ * group + r % group) * a.q_head;
   }
 
   T* result(const Attention<T>& a, int64_t m) const {
     const int64_t r = first_ + m, group = a.group();
-    return a.out + ((b_ * a.queries + r / group) * a.heads + head_ * group + r % group) * a.value_size;
+    return sequence_.out + (r / group * a.heads + head_ * group + r % group) * a.value_size;
   }
 
   template <class Body>
@@ -212,24 +246,28 @@ class Block {
 
   // The keys from `key` on as right matrix of the scores: in place if steps can be read there.
   Right keys(const Attention<T>& a, int64_t key, int64_t n) {
-    const T* k = a.k + b_ * a.k_batch + head_ * a.k_head + key * a.k_token;
+    return rows(a, sequence_.k + head_ * a.k_head + key * a.k_token, a.k_token, n);
+  }
+
+  // n rows of a head's size as right matrix whose steps go along the row.
+  Right rows(const Attention<T>& a, const T* base, int64_t stride, int64_t n) {
     constexpr bool kInPlace = kPaired || std::is_same_v<T, float>;
     if (kInPlace && a.size % Steps::kPerStep == 0) {
-      return {reinterpret_cast<const char*>(k), static_cast<int64_t>(a.k_token * sizeof(T)), 4};
+      return {reinterpret_cast<const char*>(base), static_cast<int64_t>(stride * sizeof(T)), 4};
     }
     using Element = typename Steps::Element;
     const int64_t width = (a.size + Steps::kPerStep - 1) / Steps::kPerStep * Steps::kPerStep;
     Element* to = reinterpret_cast<Element*>(keys_);
     for (int64_t j = 0; j < n; ++j) {
       to[j * width + width - 1] = Element{};
-      for_lanes(a.size, [&](int64_t i, auto lanes) { store(to + j * width + i, load(k + j * a.k_token + i, lanes), lanes); });
+      for_lanes(a.size, [&](int64_t i, auto lanes) { store(to + j * width + i, load(base + j * stride + i, lanes), lanes); });
     }
     return {reinterpret_cast<const char*>(to), static_cast<int64_t>(width * sizeof(Element)), 4};
   }
 
   // The values from `key` on as right matrix of the weighted sum: its rows are the columns of V.
   Right values(const Attention<T>& a, int64_t key, int64_t n) {
-    const T* v = a.v + b_ * a.v_batch + head_ * a.v_head + key * a.v_token;
+    const T* v = sequence_.v + head_ * a.v_head + key * a.v_token;
     if constexpr (kPaired) {
       for (int64_t j = 0; j < n; j += 2) {
         interleave(v + j * a.v_token, j + 1 < n ? v + (j + 1) * a.v_token : nullptr, a.value_size, values_ + j / 2 * a.value_size);
@@ -245,6 +283,29 @@ class Block {
     return {reinterpret_cast<const char*>(values_), 4, a.value_size * 4};
   }
 
+  // bias[i][row] = the row's query times entry (place of the query - i + n - 1) of a table with 2 n - 1 entries.
+  template <int MV, class Place>
+  void lean(const Attention<T>& a, const T* table, int64_t n, float* bias, const Place& place) {
+    const int64_t steps = (a.size + Steps::kPerStep - 1) / Steps::kPerStep;
+    for (int64_t first = 0; first < 2 * n - 1; first += kKeys) {
+      const int64_t count = std::min<int64_t>(kKeys, 2 * n - 1 - first);
+      const Right right = rows(a, table + first * a.size, a.size, count);
+      for_tiles(count, [&](auto nr, int64_t r) {
+        constexpr int NR = decltype(nr)::value;
+        vf acc[NR][MV] = {};
+        multiply_tile<Steps>(panel_, Right{right.base + r * right.row_stride, right.row_stride, 4}, steps, acc);
+        for (int i = 0; i < NR; ++i) {
+          for (int v = 0; v < MV; ++v) store(scores_ + ((r + i) * MV + v) * kLanes, acc[i][v]);
+        }
+      });
+      for (int64_t m = 0; m < MV * kLanes; ++m) {
+        const int64_t last = place((first_ + std::min(m, rows_ - 1)) / a.group()) + n - 1;
+        const int64_t begin = std::max<int64_t>(0, last - (first + count - 1)), end = std::min(n, last - first + 1);
+        for (int64_t i = begin; i < end; ++i) bias[i * MV * kLanes + m] = scores_[(last - i - first) * MV * kLanes + m];
+      }
+    }
+  }
+
   template <int MV>
   void take(const Attention<T>& a, int64_t key, int64_t n) {
     const Seen seen = a.mask_kind == MaskKind::None ? Seen::All : read_mask(a, key, n);
@@ -252,7 +313,7 @@ class Block {
     vf top[MV];
     for (int v = 0; v < MV; ++v) top[v] = top_[v];
     // Every row sees keys up to positions_[0] and none at or before the last position less the window.
-    const int64_t limit = a.causal ? positions_[0] : a.keys;
+    const int64_t limit = a.causal ? positions_[0] : sequence_.keys;
     const int64_t lost = a.window > 0 ? positions_[rows_ - 1] - a.window : -1;
     const bool untouched = plain(a) && key + n - 1 <= limit && key > lost;
     const Right right = keys(a, key, n);
@@ -275,15 +336,19 @@ class Block {
     accumulate<MV>(a, key, n);
   }
 
-  // Scale, cap and masks, in this order.
+  // Scale, cap, bias and masks, in this order.
   template <int MV>
   void adjust(const Attention<T>& a, int64_t key, int64_t n, int64_t limit, int64_t lost, Seen seen, vf (&top)[MV]) {
     const float scale = plain(a) ? 1.0f : a.scale;
     for (int64_t j = 0; j < n; ++j) {
+      const bool leans = a.grid_columns > 0;
+      const float* by_row = leans ? bias_ + (key + j) / a.grid_columns * MV * kLanes : nullptr;
+      const float* by_column = leans ? bias_ + (a.grid_rows + (key + j) % a.grid_columns) * MV * kLanes : nullptr;
       for (int v = 0; v < MV; ++v) {
         float* at = scores_ + (j * MV + v) * kLanes;
         vf s = load(at) * scale;
         if (a.cap != 0) s = a.cap * tanh(s / a.cap);
+        if (leans) s += load(by_row + v * kLanes) + load(by_column + v * kLanes);
         if (seen == Seen::Some) s += load(mask_ + (j * MV + v) * kLanes);
         vi position;
         std::memcpy(&position, positions_ + v * kLanes, sizeof position);
@@ -385,7 +450,9 @@ class Block {
 
   void reserve(const Attention<T>& a) {
     const int64_t widest = std::max(a.size, a.value_size) + kLanes;
-    const int64_t need = (2 * widest * kMaxRows + 2 * kKeys * kMaxRows + 2 * kKeys * widest + 4 * kLanes) * sizeof(float);
+    const int64_t grid = a.grid_rows + a.grid_columns;
+    const int64_t need =
+        ((2 * widest + grid + 2 * kKeys) * kMaxRows + 2 * kKeys * widest + 4 * kLanes) * sizeof(float);
     if (need > size_) {
       std::free(memory_);
       size_ = (need + 63) / 64 * 64;
@@ -402,18 +469,20 @@ class Block {
     sums_ = part(widest * kMaxRows);
     scores_ = part(kKeys * kMaxRows);
     mask_ = part(kKeys * kMaxRows);
+    bias_ = part(grid * kMaxRows);
     keys_ = part(kKeys * widest);
     values_ = reinterpret_cast<uint32_t*>(part(kKeys * widest));
   }
 
   vf top_[kMaxVectors], total_[kMaxVectors], shrink_[kMaxVectors];
   int32_t positions_[kMaxRows];
+  Sequence<T> sequence_{};
   int64_t b_ = 0, head_ = 0, first_ = 0, rows_ = 0;
   int vectors_ = 0;
   float* memory_ = nullptr;
   int64_t size_ = 0;
   uint32_t *panel_ = nullptr, *values_ = nullptr;
-  float *sums_ = nullptr, *scores_ = nullptr, *mask_ = nullptr, *keys_ = nullptr;
+  float *sums_ = nullptr, *scores_ = nullptr, *mask_ = nullptr, *bias_ = nullptr, *keys_ = nullptr;
 };
 
 }  // namespace opmux
