@@ -18,6 +18,7 @@ from opmux.native.triton_launch import Launcher, kernel, next_power_of_2  # noqa
 from opmux.ops.activation import kernels_triton as activation  # noqa: E402
 from opmux.ops.attention import kernels_triton as attention  # noqa: E402
 from opmux.ops.embedding import kernels_triton as embedding  # noqa: E402
+from opmux.ops.encoder import kernels_triton as encoder  # noqa: E402
 from opmux.ops.linear import kernels_triton as linear  # noqa: E402
 from opmux.ops.logits import kernels_triton as logits  # noqa: E402
 from opmux.ops.norm import kernels_triton as norm  # noqa: E402
@@ -78,6 +79,12 @@ KERNELS = {  # launcher, types of the pointers, constexprs, warps, stages
     "prefill": (
         attention._attention_kernel, [*["*bf16"] * 5, "*fp32"],
         (1, 128, 64, False, 128, 128, 128, 128, True, False, False, 0, "ieee", 8), 8, 2,
+    ),
+    "packed segments": (
+        encoder._encoder_kernel, [*["*bf16"] * 4, "*i32", "*bf16", "*bf16"], (64, 64, 80, 128, True, False, "ieee", 8), 4, 2,
+    ),
+    "relative positions": (
+        encoder._encoder_kernel, [*["*bf16"] * 4, "*bf16", "*fp32", "*fp32"], (128, 32, 64, 64, False, True, "ieee", 8), 4, 2,
     ),
     "merge": (attention._merge_kernel, ["*fp32", "*bf16", "*fp32"], (128, 16, 128), 4, 2),
 }  # fmt: skip
