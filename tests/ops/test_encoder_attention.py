@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -25,10 +25,10 @@ TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
 
 @pytest.fixture(params=library.supported(), autouse=True)
-def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each variant that this processor runs."""
     monkeypatch.setattr(kernels_cpu, "kernels", Kernels(NativeLibrary(variant=request.param)))
-    yield request.param
+    return request.param
 
 
 def make(tokens: int, n: int, k: int, d: int, dtype: torch.dtype, batch: int = 1) -> list[Tensor]:
@@ -86,7 +86,7 @@ def test_an_image_does_not_see_its_neighbour() -> None:
 def test_empty_segments(ends: list[int]) -> None:
     q, k, v = make(ends[-1], 2, 1, 64, torch.float32)
     op = MMEncoderAttention(2, 64, num_kv_heads=1)
-    lengths = [b - a for a, b in zip(ends, ends[1:], strict=False)]
+    lengths = [b - a for a, b in pairwise(ends)]
     wanted = exact(q, k, v, lengths, 64**-0.5) if lengths else q.double()
     for method in (op, op.forward_native):
         out = method(q, k, v, torch.tensor(ends), 0)
@@ -177,7 +177,7 @@ def test_memory_is_linear_in_the_tokens(variant: str) -> None:
 
 def eager(op: RelPosAttention, x: Tensor) -> Tensor:
     """The whole bias at once, in float64."""
-    batch, height, width, dim = x.shape
+    batch, height, width, _ = x.shape
     weights = {name: p.double() for name, p in op.named_parameters()}
     qkv = F.linear(x.double(), weights["qkv.weight"], weights.get("qkv.bias"))
     q, k, v = qkv.reshape(batch, height * width, 3, op.num_heads, -1).permute(2, 0, 3, 1, 4)
@@ -189,7 +189,7 @@ def eager(op: RelPosAttention, x: Tensor) -> Tensor:
             table = F.interpolate(table, size=2 * size - 1, mode="linear").squeeze(0).T
             at = torch.arange(size)
             bias = torch.einsum(form, grid, table[at[:, None] - at + size - 1])
-            bias = bias.unsqueeze(-1) if size == height and name == "rel_pos_h" else bias.unsqueeze(-2)
+            bias = bias.unsqueeze(-1 if name == "rel_pos_h" else -2)
             scores = scores + bias.expand(-1, -1, -1, -1, height, width).flatten(4).flatten(2, 3)
     out = (torch.softmax(scores, -1) @ v).transpose(1, 2).reshape(x.shape)
     return F.linear(out, weights["proj.weight"], weights["proj.bias"])

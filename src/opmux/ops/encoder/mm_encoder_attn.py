@@ -171,6 +171,16 @@ class MMEncoderAttention(CustomOp):
             f"one, and with cu_seqlens (integers, [segments + 1]) as many keys as queries; it got {got}, cu_seqlens {segments}."
         )
 
+    def _notes(self) -> tuple[str, ...]:
+        chosen = "as vendor=True asks" if self.vendor else "where that was measured to be faster for rows (an H200)"
+        if self.vendor is False:
+            return (*super()._notes(), "on CUDA every call goes to the Triton kernel, as vendor=False asks")
+        return (
+            *super()._notes(),
+            "on CUDA rows, and segments that are known to be equally long, go to torch's scaled_dot_product_attention "
+            f"{chosen}; all else goes to the Triton kernel, which has not been measured",
+        )
+
     def extra_repr(self) -> str:
         return f"{self.num_heads} heads, {self.num_kv_heads} kv heads, size {self.head_size}"
 
