@@ -1,4 +1,4 @@
-"""Tensor parallelism over ``torch.distributed``: which group ops shard over, and the three collectives they need.
+"""Tensor parallelism over ``torch.distributed``: which group ops shard over, and the four collectives they need.
 
 ::
 
@@ -79,6 +79,18 @@ class TensorParallel:
         parts = [torch.empty_like(x) for _ in range(self.size)]
         dist.all_gather(parts, x, group=self.group)
         return torch.cat(parts, dim=-1)
+
+    def all_to_all(self, x: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Rows of x to every rank, in the order of ranks, against theirs.
+
+        Args:
+            sent: how many rows go to each rank.
+            received: how many come from each.
+        """
+        _refuse_gradient(x)
+        out = x.new_empty((sum(received), *x.shape[1:]))
+        dist.all_to_all_single(out, x.contiguous(), received, sent, group=self.group)
+        return out
 
 
 def _refuse_gradient(x: Tensor) -> None:

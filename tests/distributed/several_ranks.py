@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-FILES = ("test_tensor_parallel", "test_tensor_parallel_model")
+FILES = ("test_expert_parallel", "test_tensor_parallel", "test_tensor_parallel_model")
 # The ranks are forked from a process that has these already.
 SLOW_IMPORTS = ["torch._dynamo", "opmux.apply", "transformers.generation", "transformers.models.llama.modeling_llama"]
 

@@ -66,6 +66,10 @@ class Activation:
         """Rows of the first weight for each feature between the products."""
         return 2 if self.gated else 1
 
+    def rules(self) -> tuple[str, bool, bool, float, float]:
+        """The settings as kernels take them."""
+        return self.kind, self.gated, self.interleaved, self.alpha, self.limit
+
     def __call__(self, h: Tensor) -> Tensor:
         """h [..., halves * I] -> [..., I]: in fp32, rounded once."""
         x = wide(h)
@@ -170,6 +174,12 @@ class Weights:
             raise TypeError(f"topk_ids are {topk_ids.dtype}; they must be int32 or int64.")
         if any(t is not None and t.dtype != x.dtype for t in (self.w13, self.w2, self.b13, self.b2)):
             raise TypeError(f"The experts' weights are {self.w13.dtype} and x is {x.dtype}; cast one of them.")
+
+    def with_routing(
+        self, topk_weights: Tensor, topk_ids: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+        """Weights and routing in the order in which kernels take them, behind x."""
+        return self.w13, self.w2, topk_weights, topk_ids, self.b13, self.b2, self.expert_map
 
     def local(self, ids: Tensor) -> Tensor:
         """Experts here by ids of the whole layer; -1 for every id that is none, or not here."""

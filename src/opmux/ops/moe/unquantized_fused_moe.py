@@ -85,18 +85,14 @@ class UnquantizedFusedMoEMethod(CustomOp):
 
     @requires(dtypes=FLOATS, native_library=True)
     def forward_cpu(self, layer: nn.Module, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
-        w = self._weights(layer, x, topk_weights, topk_ids)
+        weights = self._weights(layer, x, topk_weights, topk_ids)
         return kernels_cpu.fused_experts_cpu(
-            x, w.w13, w.w2, topk_weights, topk_ids, w.b13, w.b2, w.expert_map, *self._rules()
+            x, *weights.with_routing(topk_weights, topk_ids), *self.activation.rules(), self._on_input
         )
 
     @property
     def _on_input(self) -> bool:
         return self.moe.apply_router_weight_on_input
-
-    def _rules(self) -> tuple[str, bool, bool, float, float, bool]:
-        a = self.activation
-        return a.kind, a.gated, a.interleaved, a.alpha, a.limit, self._on_input
 
     def _weights(self, layer: nn.Module, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Weights:
         found = Weights.of(layer)
