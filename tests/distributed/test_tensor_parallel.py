@@ -119,6 +119,30 @@ def fits(groups: int) -> bool:
     return groups % size == 0 or size % groups == 0
 
 
+def mixer(kind: str) -> Tensor:
+    """A mixer on a prompt and then a step; every rank has the whole answer."""
+    from types import SimpleNamespace
+
+    from opmux.distributed import ALONE
+    from opmux.ops import MambaMixer, MambaMixer2, ShortConv
+
+    def build() -> Any:
+        if kind == "one":
+            return MambaMixer(IN, 4, 4, OUT, 3, True, True, True)
+        if kind == "short":
+            return ShortConv(SimpleNamespace(conv_L_cache=3, conv_bias=True), OUT)
+        return MambaMixer2(IN, 5, 4, OUT, True, True, int(kind), HEADS, 4)
+
+    with init_tensor_parallel(ALONE):
+        shapes = {name: place.shape for name, (place, _) in build()._places()}
+    op = build()
+    op.load_weights({name: 0.3 * randn(*shape) for name, shape in shapes.items()})
+    x = randn(2, 7, OUT if kind == "short" else IN)
+    states = {name: t for name, t in op.new_state(2)._asdict().items() if t is not None}
+    old = torch.tensor([True, True])
+    return torch.cat([op(x[:, :6], **states), op(x[:, 6:], **states, has_initial_state=old)], 1)
+
+
 CHECKS: dict[str, Callable[[], Tensor]] = {
     "column": lambda: column(False),
     "column gathered": lambda: column(True),
@@ -138,6 +162,12 @@ CHECKS: dict[str, Callable[[], Tensor]] = {
         for before in (False, True)
     },
     **{f"mixer's norm, {groups} groups": lambda groups=groups: mixer_norm(groups) for groups in (1, 2, 3, 4, 12)},
+    **{
+        f"mixer {kind}": lambda kind=kind: (
+            mixer(kind) if kind in ("one", "short", "1") or int(kind) % tensor_parallel().size == 0 else torch.zeros(0)
+        )
+        for kind in ("one", "short", "1", "2", "4", "12")
+    },
     "logits": lambda: logits(0),
     "logits with added tokens": lambda: logits(5),
 }
