@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    DynamicCache,
+    GraniteConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+)
 
 import opmux
 from opmux.apply.binding import bound
@@ -44,7 +52,7 @@ def replay_of(model: Any) -> Any:
 
 def without_replay(model: Any) -> Any:
     twin = copy.deepcopy(model)
-    replay_of(twin)._useless = True
+    replay_of(twin).enabled = False
     return twin
 
 
@@ -80,15 +88,51 @@ def test_weights_that_move_between_two_steps_are_seen(model: Any) -> None:
         assert torch.equal(ours, twin(torch.tensor([[3]]), past_key_values=same).logits)
 
 
-def test_a_cache_that_torch_writes_is_not_replayed() -> None:
+SMALL: Any = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 128,
+}  # fmt: skip
+
+
+def of_type(config: Any) -> Any:
     torch.manual_seed(0)
-    config = Qwen3Config(
-        hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=16, vocab_size=128,
-    )  # fmt: skip
-    made = Qwen3ForCausalLM(config).eval()
+    made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     opmux.apply(made)
-    assert torch.equal(decode(made, 12), decode(without_replay(made), 12))
+    return made
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(Qwen3Config(head_dim=16, **SMALL), id="q and k normed"),
+        pytest.param(CohereConfig(pad_token_id=0, **SMALL), id="attention and MLP side by side, summed by torch"),
+        pytest.param(GraniteConfig(residual_multiplier=0.5, **SMALL), id="scaled by torch"),
+    ],
+)
+def test_replayed_steps_of_other_layers(config: Any) -> None:
+    made = of_type(config)
+    want = decode(without_replay(made), 12, 2)
+    assert torch.equal(decode(made, 12, 2), want)
+    assert replay_of(made)._proven
+
+
+def test_what_torch_computes_by_other_means_is_a_real_step(model: Any) -> None:
+    norm = bound(model.model.layers[0].input_layernorm).op
+    norm.forward = lambda x, residual=None: x.neg()  # as a vendor's op written in torch would
+    twin = without_replay(model)
+    assert torch.equal(decode(model, 60), decode(twin, 60))
+    assert not replay_of(model)._proven
+    assert replay_of(model).failures > 1
+
+
+def test_replays_again_once_the_reason_is_gone(model: Any) -> None:
+    replay = replay_of(model)
+    replay._judge(False)
+    assert torch.equal(decode(model, 12), decode(without_replay(model), 12))
+    assert not replay._proven
+    decode(model, 12)
+    assert replay._proven
+    assert replay.failures == 0
 
 
 def test_a_hook_inside_fires(model: Any) -> None:

@@ -59,6 +59,33 @@ def test_it_equals_its_parts(shape, dtype, method):
     assert torch.equal(args[3][:, end:], keys[:, end:])
 
 
+@pytest.mark.parametrize("method", ["forward_native", "chosen"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_query_and_key_by_themselves_stand_for_those_of_the_product(shape, dtype, method):
+    op, args = build(dtype, *shape)
+    qkv, (b, s), (n, k, d) = args[0], args[0].shape[:2], (op.heads, op.kv_heads, op.head_size)
+    # The query lies in memory heads first, the key behind other values: strides are followed.
+    query = torch.randn(b, n, s, d).to(dtype).transpose(1, 2)
+    key = torch.randn(b, s, k + 1, d).to(dtype)[:, :, 1:]
+    given = torch.cat((query.flatten(2), key.flatten(2), qkv[..., (n + k) * d :]), -1)
+    out, keys, values = by_parts(op, given, *args[1:])
+    qkv[..., : (n + k) * d] = float("nan")
+    got = (op.forward_native if method == "forward_native" else op)(*args, query, key)
+    bound = 4 * torch.finfo(dtype).eps if dtype != torch.float32 else 2e-6
+    assert float((got.float() - out.float()).abs().max() / out.float().abs().max()) <= bound
+    assert torch.equal(args[4], values)
+    assert float((args[3].float() - keys.float()).abs().max()) <= bound * 4
+
+
+def test_a_query_of_another_shape_is_an_error():
+    op, args = build(torch.float32, *SHAPES[2])
+    with pytest.raises(ValueError, match=r"query of shape \(2, 7, 4, 16\)"):
+        op(*args, torch.zeros(2, 7, 64), None)
+    with pytest.raises(ValueError, match=r"key of shape \(2, 7, 2, 16\)"):
+        op(*args, None, torch.zeros(2, 7, 4, 16))
+
+
 def test_the_kernel_ran():
     op, args = build(torch.bfloat16, *SHAPES[1])
     op(*args)

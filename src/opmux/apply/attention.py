@@ -63,14 +63,11 @@ class AttentionBinding(Binding):
         self.step: RotaryAttention | None = None
         if (
             self.product is not None
-            and rope is not None
-            and norms is None
             and _enabled("apply_rotary_emb", "attention")
             and not registry.replaced(ApplyRotaryEmb, Attention)
         ):
-            step = RotaryAttention(
-                self.heads, self.head_dim, scale, self.kv_heads, is_neox_style=rope.op.is_neox_style, soft_cap=cap
-            )
+            neox = rope is None or rope.op.is_neox_style
+            step = RotaryAttention(self.heads, self.head_dim, scale, self.kv_heads, is_neox_style=neox, soft_cap=cap)
             if step.decision(*self._one_token()).method != NATIVE:
                 self.step = step
         self.causal = Attention(
@@ -147,7 +144,11 @@ class AttentionBinding(Binding):
             layer = cache.layers[self.layer_idx]
             if not layer.has_room(batch, length):
                 layer.make_room(*[x.new_empty(batch, self.kv_heads, length, self.head_dim)] * 2)
-            return self.output(self.step(self.product(x), cos, sin, *layer.take(length)))
+            qkv = self.product(x)
+            if self.rope is None:
+                cos = sin = torch.empty((length, 0), dtype=x.dtype, device=x.device)
+            normed = () if self.norms is None else self._normed(qkv.unflatten(-1, (-1, self.head_dim)))
+            return self.output(self.step(qkv, cos, sin, *layer.take(length), *normed))
         q, k, v = self._heads(x, batch, length, cos, sin)
         if aligned and cache is not None:
             k, v = cache.layers[self.layer_idx].append(k, v)
@@ -168,18 +169,24 @@ class AttentionBinding(Binding):
             if self.norms is None and self.rope is not None:
                 qk = self.rope(qkv.narrow(2, 0, both), cos, sin)  # q and k in one call
                 return qk.narrow(2, 0, heads), qk.narrow(2, heads, self.kv_heads), qkv.narrow(2, both, self.kv_heads)
-            q, k, v = qkv.split((heads, self.kv_heads, self.kv_heads), dim=2)
+            v = qkv.narrow(2, both, self.kv_heads)
+            q, k = qkv.narrow(2, 0, heads), qkv.narrow(2, heads, self.kv_heads)
         else:
             q, k, v = (op(x).view(batch, length, -1, size) for op in self.separate)
-        if self.whole_norm:
-            q, k = q.flatten(2), k.flatten(2)
         if self.norms is not None:
-            q, k = self.norms[0].op(q), self.norms[1].op(k)
-        if self.whole_norm:
-            q, k = q.view(batch, length, -1, size), k.view(batch, length, -1, size)
+            q, k = self._norm(0, q), self._norm(1, k)
         if self.rope is not None:
             q, k = self.rope(q, cos, sin), self.rope(k, cos, sin)
         return q, k, v
+
+    def _normed(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """q and k of [B, S, N + 2 K, D], normed."""
+        return self._norm(0, qkv.narrow(2, 0, self.heads)), self._norm(1, qkv.narrow(2, self.heads, self.kv_heads))
+
+    def _norm(self, which: int, heads: Tensor) -> Tensor:
+        """The norm of q (0) or k (1) [B, S, N, D]."""
+        op = self.norms[which].op  # type: ignore[index]
+        return op(heads.flatten(2)).view(heads.shape) if self.whole_norm else op(heads)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         named = dict(zip(self.names, args, strict=False)) | kwargs

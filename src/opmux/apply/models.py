@@ -50,8 +50,7 @@ class ModelBinding(Binding):
         self.table = RopeTable(rotary, ropes[0])
         self.output, self.output_cache, self.scale = output, output_cache, scale
         self.longest = _longest(module, self.layers)
-        self.replay = Replay()
-        self.stack_ops = [op for layer in self.layers for op in layer.all_ops()] + [self.norm]
+        self.replay = Replay([op for layer in self.layers for op in layer.all_ops()] + [self.norm])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # masks and caches of transformers trace well; ours would guard on lengths
@@ -71,7 +70,7 @@ class ModelBinding(Binding):
         if hidden.shape[1] == 1 and mask is None and cache is not None:
             layers = cache.layers[: len(self.layers)]
             run = partial(self._through_layers, mask=None, cache=cache)
-            last = self.replay.step(hidden, cos, sin, layers, self.stack_ops, run)
+            last = self.replay.step(hidden, cos, sin, layers, run)
         else:
             last = self._through_layers(hidden, cos, sin, mask, cache)
         return self.output(**{"last_hidden_state": last, self.output_cache: cache})

@@ -1,7 +1,8 @@
 """Recording the kernel calls of one run, so that they can be made again without the Python between them.
 
 The same idea as a CUDA graph: a run of fixed shapes is a fixed list of kernel calls on fixed addresses. Memory that the
-run allocates is kept, so its addresses stay good.
+run allocates is kept, so its addresses stay good. Sums and products that torch makes between the kernels are calls like
+the others; anything else that torch computes is not recorded, and the recording says so.
 """
 
 from __future__ import annotations
@@ -18,9 +19,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .loader import kernels
 
-Argument = int | float | None
+# Kernels take numbers; a call of torch's has its operands' shapes, strides and dtypes beside their addresses.
+Argument = int | float | None | tuple[Any, ...]
 
 _ALLOCATIONS = (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default)
+# What torch may compute between kernels, by the function that computes it into given memory.
+_COMPUTED: dict[Any, Callable[..., Tensor]] = {
+    torch.ops.aten.add.Tensor: torch.ops.aten.add.out,
+    torch.ops.aten.mul.Tensor: torch.ops.aten.mul.out,
+}
 _patching = threading.RLock()  # what a recording wraps belongs to the process, so recordings take turns
 
 
@@ -51,17 +58,49 @@ def _within(spans: list[tuple[int, int, int]], argument: Argument) -> Any:
     return argument
 
 
+class TorchCall:
+    """A call of torch's into memory that is kept. Its arguments are for comparing calls; it always does the same."""
+
+    def __init__(self, function: Callable[..., Tensor], operands: tuple[Any, ...], out: Tensor) -> None:
+        self.function, self.operands, self.out = function, operands, out
+
+    def __call__(self, *arguments: Argument) -> int:
+        self.function(*self.operands, out=self.out)
+        return 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TorchCall) and other.function is self.function
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def arguments(self) -> list[Argument]:
+        """Addresses and layouts of the operands and of the result."""
+        described: list[Argument] = []
+        for operand in (*self.operands, self.out):
+            if isinstance(operand, Tensor):
+                described += [operand.data_ptr(), (tuple(operand.shape), operand.stride(), operand.dtype)]
+            else:
+                described.append(operand)
+        return described
+
+
 class _Watch(TorchDispatchMode):
-    """Notes whether torch, outside our ops, does anything but allocate and view."""
+    """Records what torch may compute, and notes whether, outside our ops, it does more than that, allocate and view."""
 
     def __init__(self, made: Recording) -> None:
         super().__init__()
         self._made = made
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace != "opmux" and not func.is_view and func not in _ALLOCATIONS:
+        out = func(*args, **(kwargs or {}))
+        into = _COMPUTED.get(func)
+        if into is not None and not kwargs and isinstance(out, Tensor) and out.is_cpu:
+            call = TorchCall(into, args, out)
+            self._made.kept.append(out)
+            self._made.calls.append((call, call.arguments()))
+        elif func.namespace != "opmux" and not func.is_view and func not in _ALLOCATIONS:
             self._made.whole = False
-        return func(*args, **(kwargs or {}))
+        return out
 
 
 @contextlib.contextmanager

@@ -164,6 +164,37 @@ OPMUX_EXPORT int64_t opmux_rms_norm(const Arg* a) {
   return 0;
 }
 
+// out, tokens, heads, token_stride, dtype, and the arguments of read_rms_norm without a residual -> 0.
+//
+// The norm of every head of every token: heads lie x_stride apart, tokens token_stride. out is contiguous.
+OPMUX_EXPORT int64_t opmux_rms_norm_heads(const Arg* a) {
+  Reader in(a);
+  void* out = in.ptr<void>();
+  const int64_t tokens = in.i();
+  const int64_t heads = in.i();
+  const int64_t token_stride = in.i();
+  const int64_t dtype = in.i();
+  const RmsNorm p = read_rms_norm(in);
+  with_dtype(dtype, [&](auto* tag) {
+    using X = std::remove_pointer_t<decltype(tag)>;
+    const int64_t bytes = heads * p.width * sizeof(X);
+    expect_output(out, tokens * bytes);
+    with_weight<X>(p, [&](auto* weight) {
+      parallel_for(tokens, 2 * bytes, [&](int64_t begin, int64_t end) {
+        for (int64_t token = begin; token < end; ++token) {
+          RmsNorm at = p;
+          at.x = static_cast<const X*>(p.x) + token * token_stride;
+          X* to = static_cast<X*>(out) + token * heads * p.width;
+          for (int64_t head = 0; head < heads; ++head) {
+            rms_norm_row<X, std::remove_pointer_t<decltype(weight)>>(at, head, to + head * p.width);
+          }
+        }
+      });
+    });
+  });
+  return 0;
+}
+
 // x, x_stride, z or null, z_is_fp32, z_stride, weight, weight_is_fp32, out, rows, width, group, dtype, eps,
 // norm_before_gate, by_sigmoid -> 0.
 //

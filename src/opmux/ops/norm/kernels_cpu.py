@@ -29,9 +29,14 @@ def rms_norm_cpu(
     Returns: [..., H] in x's dtype.
     """
     dtype = x.dtype
+    heads = 0  # rows of one token, where tokens are another distance apart than rows
     if x.is_contiguous():  # as as_rows and new_like do, without their calls
         rows, width = x, x.shape[-1]
         count, stride, out = x.numel() // (width or 1), width, torch.empty_like(x)
+    elif x.dim() > 2 and x.stride(-1) == 1 and x.stride(-3) != x.shape[-2] * x.stride(-2):
+        rows, out = x.flatten(0, -3), new_like(x)
+        count, heads, width = rows.shape
+        stride = rows.stride(1)
     else:
         (rows, count, width, stride), out = as_rows(x), new_like(x)
     cast = _F32
@@ -42,11 +47,14 @@ def rms_norm_cpu(
         if weight.dtype is not dtype or not weight.is_contiguous():
             weight = readable(weight, dtype).contiguous()
             weight_is_fp32 = weight.dtype is torch.float32
-    kernels.rms_norm(
-        out.data_ptr(), None, count, DTYPE_CODE[dtype],
+    norm = (
         rows.data_ptr(), stride, None, 0, False, None if weight is None else weight.data_ptr(), weight_is_fp32,
         width, variance_size or width, eps, weight_offset, cast, False,
     )  # fmt: skip
+    if heads:
+        kernels.rms_norm_heads(out.data_ptr(), count, heads, rows.stride(0), DTYPE_CODE[dtype], *norm)
+    else:
+        kernels.rms_norm(out.data_ptr(), None, count, DTYPE_CODE[dtype], *norm)
     return out
 
 
