@@ -43,7 +43,7 @@ KERNELS = {  # launcher, types of the pointers, constexprs, warps, stages
     ),
     "group quant": (
         quant._group_kernel, ["*bf16", "*u8", "*fp32"],
-        (32, 4096, True, False, False, True, 448.0, "fn"), 4, 2,
+        (32, 128, True, False, False, True, 448.0, "fn"), 4, 2,
     ),
     "norm and group quant": (
         quant._norm_kernel, [*["*bf16"] * 3, "*u8", "*bf16", "*fp32", "*fp32"],
