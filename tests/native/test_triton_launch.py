@@ -63,11 +63,15 @@ KERNELS = {  # launcher, types of the pointers, constexprs, warps, stages
     "sparse gelu": (activation._sparse_kernel, ["*bf16"] * 2, (4096, "gelu_tanh"), 8, 2),
     "rotary": (
         rope._rotary_kernel, [*["*bf16"] * 4, *["*fp32"] * 4, "*i64"],
-        (32, 8, 1, 32, 8, 128, 128, 64, 1, True, True, False, False), 4, 2,
+        (32, 8, 1, 32, 8, 128, 128, 64, 1, True, True, False, False, 0, 0), 4, 2,
     ),
     "normed rotary": (
         rope._rotary_kernel, [*["*bf16"] * 4, *["*fp32"] * 2, *["*bf16"] * 2, "*i64"],
-        (32, 8, 1, 32, 8, 128, 128, 64, 1, True, True, False, True), 4, 2,
+        (32, 8, 1, 32, 8, 128, 128, 64, 1, True, True, False, True, 0, 0), 4, 2,
+    ),
+    "dual chunk rotary": (
+        rope._rotary_kernel, [*["*bf16"] * 4, *["*fp32"] * 4, "*i64"],
+        (28, 4, 1, 32, 4, 128, 128, 64, 1, True, True, False, False, 253952, 262144), 4, 2,
     ),
     "embedding": (embedding._embedding_kernel, ["*bf16", "*bf16", "*i64"], (4096, True), 8, 2),
     "logits": (logits._softcap_scale_kernel, ["*bf16"] * 2, (2048, True, True, False, False), 4, 2),

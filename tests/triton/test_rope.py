@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from opmux.ops import DualChunkRotaryEmbedding
 from opmux.ops.rope.kernels_triton import apply_rotary_emb_triton, rotary_embedding, rotate_query_key_triton
 from opmux.ops.rope.rotate import rotate
 
@@ -74,6 +75,26 @@ def test_transformers_layout(neox, rotary, dtype, close):
     got_q, got_k = rotate_query_key_triton(q, k, cos, sin, neox)
     close(got_q, turned(q))
     close(got_k, turned(k))
+
+
+@pytest.mark.parametrize("neox", [True, False])
+@pytest.mark.parametrize(("n", "k", "d", "r"), [(3, 2, 12, 8), (20, 3, 64, 64)])  # the second in groups of heads
+def test_dual_chunks(n, k, d, r, neox, dtype, close):
+    op = DualChunkRotaryEmbedding(d, r, 40, 100.0, neox, None, 8, 3)
+    positions = torch.tensor([0, 4, 5, 39])
+    packed = torch.randn(4, (n + k) * d + 1).to(dtype)[:, 1:]
+    query, key = packed.split([n * d, k * d], -1)
+    got_q, got_k = op.forward_cuda(positions - 1, query, key, 1)
+    want_q, want_k = op.forward_native(positions, query.double(), key.double())
+    close(got_q, want_q)
+    close(got_k, want_k)
+    alone, none = op.forward_cuda(positions.int(), query)
+    assert none is None
+    assert torch.equal(alone, got_q)
+    for out in op.forward_cuda(torch.tensor([0, 40, 10**6, -1]), query, key):
+        assert out.isnan().all(1).tolist() == [False, True, True, True]
+    empty_q, empty_k = op.forward_cuda(positions[:0], query[:0], key[:0])
+    assert (empty_q.shape, empty_k.shape) == ((0, 5 * n * d), (0, k * d))
 
 
 def test_no_tokens():

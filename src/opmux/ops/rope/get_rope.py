@@ -9,6 +9,7 @@ import torch
 
 from ...core.errors import did_you_mean
 from . import scaling
+from .dual_chunk_rotary_embedding import DualChunkRotaryEmbedding
 from .mrotary_embedding import MRotaryEmbedding
 from .rotary_embedding import RotaryEmbedding
 
@@ -21,6 +22,7 @@ def get_rope(
     is_neox_style: bool = True,
     rope_parameters: Mapping[str, Any] | None = None,
     dtype: torch.dtype | None = None,
+    dual_chunk_attention_config: Mapping[str, Any] | None = None,
     mrope_positions_factor: int = 4,
 ) -> RotaryEmbedding:
     """Build the rope op for ``rope_parameters``, the dictionary of a transformers config.
@@ -34,9 +36,11 @@ def get_rope(
             ``partial_rotary_factor`` or ``rope_dim``, what the kind needs, and ``mrope_section`` for positions of
             time, height and width.
         dtype: accepted for the order of the parameters; tables are fp32.
+        dual_chunk_attention_config: ``chunk_size`` and ``local_size`` of Qwen2.5-1M's config; a rope of kind default.
         mrope_positions_factor: how much longer than ``max_position`` the table of a multimodal rope is.
 
-    Errors: ValueError for an unknown kind, a missing key (naming it), or a rotated share outside (0, 1] or odd.
+    Errors: ValueError for an unknown kind, a missing key (naming it), a rotated share outside (0, 1] or odd, or dual chunks
+        with a kind other than default or with ``mrope_section``: which of the two reaches far would not be defined.
     """
     given = dict(rope_parameters or {})
     kind = given.get("rope_type", "default")
@@ -45,6 +49,8 @@ def get_rope(
         raise ValueError(f"There is no rope_type {kind!r}. {did_you_mean(str(kind), _KINDS)}")
     rotary_dim = _rotary_dim(head_size, given)
     base = float(given.get("rope_theta", 10000.0))
+    if dual_chunk_attention_config is not None:
+        return _dual_chunk(head_size, rotary_dim, max_position, base, is_neox_style, kind, given, dual_chunk_attention_config)
     frequencies, rows, magnitude = _KINDS[kind](_Needed(kind, given), rotary_dim, base, max_position)
     section = given.get("mrope_section")
     if section is not None:
@@ -74,6 +80,22 @@ class _Needed(dict[str, Any]):
 
 
 Table = tuple[torch.Tensor, int, float]  # frequencies, rows, magnitude
+
+
+def _dual_chunk(
+    head_size: int, rotary_dim: int, max_position: int, base: float, is_neox_style: bool, kind: str,
+    given: Mapping[str, Any], config: Mapping[str, Any],
+) -> RotaryEmbedding:  # fmt: skip
+    if kind != "default" or given.get("mrope_section") is not None:
+        other = "mrope_section" if kind == "default" else f"rope_type {kind!r}"
+        raise ValueError(f"dual_chunk_attention_config goes with rope_type 'default' only; it was given with {other}.")
+    if not {"chunk_size", "local_size"} <= set(config):
+        raise ValueError(
+            f"dual_chunk_attention_config needs chunk_size and local_size; it has {', '.join(sorted(config)) or 'nothing'}."
+        )
+    return DualChunkRotaryEmbedding(
+        head_size, rotary_dim, max_position, base, is_neox_style, None, int(config["chunk_size"]), int(config["local_size"])
+    )
 
 
 def _rotary_dim(head_size: int, given: Mapping[str, Any]) -> int:

@@ -122,6 +122,23 @@ void rotate_all(const Rotation& r, int64_t dtype, const Heads* sides, int64_t ba
   });
 }
 
+struct Positions {
+  const void* data;
+  bool is_int32;
+
+  int64_t operator()(int64_t token) const {
+    return is_int32 ? static_cast<const int32_t*>(data)[token] : static_cast<const int64_t*>(data)[token];
+  }
+
+  // 1 + the index of the first that is not in 0 .. limit - 1, or 0.
+  int64_t first_outside(int64_t tokens, int64_t limit) const {
+    for (int64_t token = 0; token < tokens; ++token) {
+      if (static_cast<uint64_t>((*this)(token)) >= static_cast<uint64_t>(limit)) return token + 1;
+    }
+    return 0;
+  }
+};
+
 Rotation read_rotation(Reader& in) {
   Rotation r{};
   r.rotary_dim = in.i();
@@ -163,17 +180,62 @@ OPMUX_EXPORT int64_t opmux_rotary_embedding(const Arg* a) {
     h.out_token = h.heads * r.head_dim;
     h.out_head = r.head_dim;
   }
-  const auto position = [&](int64_t token) -> int64_t {
-    return is_int32 ? static_cast<const int32_t*>(positions)[token] : static_cast<const int64_t*>(positions)[token];
-  };
-  for (int64_t token = 0; token < tokens; ++token) {
-    if (static_cast<uint64_t>(position(token)) >= static_cast<uint64_t>(table_rows)) return token + 1;
-  }
+  const Positions position{positions, is_int32};
+  if (const int64_t bad = position.first_outside(tokens, table_rows)) return bad;
   const int64_t sin_bytes = r.rotary_dim / 2 * size_of(r.table_dtype);
   rotate_all(r, dtype, sides, 1, tokens, [&](int64_t, int64_t token) {
     const char* row = table + position(token) * row_bytes;
     return Angles{row, row + sin_bytes, 0};
   });
+  return 0;
+}
+
+// dtype, rotary_dim, head_dim, table_dtype, interleaved, round_table, round_steps, positions, positions_are_int32, tokens,
+// position_limit, chunk, chunk_size, table, table_stride, then for query and key: in, token stride, head stride, out, heads
+// -> 0, or 1 + the index of the first position outside 0 .. position_limit - 1 (then nothing is written).
+//
+// With j = position mod chunk: the query turned by the table's rows j, min(j + chunk, chunk_size),
+// min(2 chunk - 1, chunk_size), j + chunk and j + chunk_size into [tokens, 5, heads, head_dim]; the key by row j.
+OPMUX_EXPORT int64_t opmux_dual_chunk_rotary_embedding(const Arg* a) {
+  Reader in(a);
+  const int64_t dtype = in.i();
+  const Rotation r = read_rotation(in);
+  const void* data = in.ptr<void>();
+  const bool is_int32 = in.i();
+  const Positions position{data, is_int32};
+  const int64_t tokens = in.i();
+  const int64_t position_limit = in.i();
+  const int64_t chunk = in.i();
+  const int64_t chunk_size = in.i();
+  const char* table = in.ptr<char>();
+  const int64_t row_bytes = in.i() * size_of(r.table_dtype);
+  Heads sides[2] = {};
+  for (Heads& h : sides) {  // a token is a batch of its turns
+    h.in = in.ptr<void>();
+    h.in_batch = in.i();
+    h.in_head = in.i();
+    h.out = in.ptr<void>();
+    h.heads = in.i();
+    h.out_token = h.heads * r.head_dim;
+    h.out_head = r.head_dim;
+  }
+  if (const int64_t bad = position.first_outside(tokens, position_limit)) return bad;
+  constexpr int64_t kTurns = 5;
+  const int64_t sin_bytes = r.rotary_dim / 2 * size_of(r.table_dtype);
+  const auto angles_of = [&](int64_t token, int64_t turn) {
+    const int64_t j = position(token) % chunk;
+    const int64_t rows[kTurns] = {j, std::min(j + chunk, chunk_size), std::min(2 * chunk - 1, chunk_size), j + chunk,
+                                  j + chunk_size};
+    const char* row = table + rows[turn] * row_bytes;
+    return Angles{row, row + sin_bytes, 0};
+  };
+  for (int side = 0; side < 2; ++side) {
+    if (sides[side].heads == 0) continue;
+    const int64_t turns = side == 0 ? kTurns : 1;
+    Heads one[2] = {sides[side], {}};
+    one[0].out_batch = turns * one[0].out_token;
+    rotate_all(r, dtype, one, tokens, turns, angles_of);
+  }
   return 0;
 }
 

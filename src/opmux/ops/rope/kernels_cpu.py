@@ -73,6 +73,54 @@ def _heads(x: Tensor) -> tuple[Tensor, tuple[int | None, int, int, int | None, i
     return x, (x.data_ptr(), token, head, out.data_ptr(), x.shape[1]), out
 
 
+@opaque(fake=lambda positions, table, query, key, *_: _new_dual_chunk(query, key))
+def dual_chunk_rotary_embedding_cpu(
+    positions: Tensor, table: Tensor, query: Tensor, key: Tensor | None, rotary_dim: int, interleaved: bool,
+    position_limit: int, chunk: int, chunk_size: int,
+) -> list[Tensor]:  # fmt: skip
+    """Rotate the query by the five angles of dual chunk attention, the key by one; see ``DualChunkRotaryEmbedding``.
+
+    Args:
+        positions: [T], int64 or int32, in 0 .. ``position_limit`` - 1.
+        table: [chunk + chunk_size, rotary_dim] fp32, ``[cos | sin]``.
+        query, key, rotary_dim, interleaved: as of ``rotary_embedding_cpu``.
+        chunk: n, the positions of a chunk; ``chunk_size``: c.
+
+    Returns: [query [T, 5, N, D]] or [query, key [T, K, D]], contiguous.
+    Raises: IndexError for a position that is not below ``position_limit``.
+    """
+    if not positions.is_contiguous():
+        positions = positions.contiguous()
+    if not table.is_contiguous():
+        table = table.contiguous()
+    out = _new_dual_chunk(query, key)
+    of_key: tuple[int | None, int, int, int | None, int] = _NO_KEY
+    if query.stride(2) != 1:
+        query = query.contiguous()
+    if key is not None:
+        if key.stride(2) != 1:
+            key = key.contiguous()
+        of_key = (key.data_ptr(), key.stride(0), key.stride(1), out[1].data_ptr(), key.shape[1])
+    bad = kernels.dual_chunk_rotary_embedding(
+        DTYPE_CODE[query.dtype], rotary_dim, query.shape[2], DTYPE_CODE[table.dtype], interleaved, False, False,
+        positions.data_ptr(), positions.dtype is torch.int32, positions.numel(), position_limit, chunk, chunk_size,
+        table.data_ptr(), rotary_dim, query.data_ptr(), query.stride(0), query.stride(1), out[0].data_ptr(),
+        query.shape[1], *of_key,
+    )  # fmt: skip
+    if bad:
+        raise IndexError(
+            f"dual_chunk_rotary_embedding: position {positions[bad - 1].item()} of token {bad - 1} is outside "
+            f"0..{position_limit - 1}; build the op with a larger max_position_embeddings"
+        )
+    return out
+
+
+def _new_dual_chunk(query: Tensor, key: Tensor | None) -> list[Tensor]:
+    tokens, heads, head_size = query.shape
+    out = [query.new_empty((tokens, 5, heads, head_size))]
+    return out if key is None else [*out, key.new_empty(key.shape)]
+
+
 @opaque(fake=lambda x, *_: x.new_empty(x.shape))
 def apply_rotary_emb_cpu(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, round_table: bool, round_steps: bool

@@ -89,6 +89,16 @@ def _copy_tail(
     tl.store(y_ptr + head.to(tl.int64) * y_stride + feature, x, mask=mask)
 
 
+@triton.jit
+def _row_of_turn(j, turn, CHUNK: tl.constexpr, CHUNK_SIZE: tl.constexpr):
+    """The table's row by which the query of dual chunk attention takes its turn 0 .. 4; ``j`` is the place in the chunk."""
+    clamped = turn < 3
+    j = tl.where(turn == 2, CHUNK - 1, j)
+    further = j + tl.where(turn == 4, CHUNK_SIZE, CHUNK)
+    further = tl.where(clamped, tl.minimum(further, CHUNK_SIZE), further)
+    return tl.where(turn == 0, j, further)
+
+
 @kernel(
     loose=("positions_ptr",),
     multiples=(
@@ -106,6 +116,7 @@ def _rotary_kernel(
     NQ: tl.constexpr, NK: tl.constexpr, GROUPS: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr,
     D: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, TAIL: tl.constexpr,
     NEOX: tl.constexpr, FROM_TABLE: tl.constexpr, FULL: tl.constexpr, NORM: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNK_SIZE: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) // GROUPS
     group = tl.program_id(0) % GROUPS
@@ -117,6 +128,9 @@ def _rotary_kernel(
     k_out_ptr += batch * k_out_batch + place * k_out_token
     q_heads = group * Q_HEADS + tl.arange(0, Q_HEADS)[:, None]
     k_heads = group * K_HEADS + tl.arange(0, K_HEADS)[:, None]
+    if CHUNK > 0:
+        # A token is a batch of the query's five turns; the first takes the key along.
+        k_heads = tl.where(place == 0, k_heads, NK)
     # The heads are asked for first: the way to the cosines is two loads long where positions are read.
     if R > 0:
         q_u, q_v = _load_pairs(q_ptr, q_heads, q_head, NQ, R, BLOCK, NEOX)
@@ -124,9 +138,12 @@ def _rotary_kernel(
             k_u, k_v = _load_pairs(k_ptr, k_heads, k_head, NK, R, BLOCK, NEOX)
     bad = False
     if FROM_TABLE:
-        position = tl.load(positions_ptr + token.to(tl.int64)).to(tl.int64)
+        position = tl.load(positions_ptr + (batch if CHUNK > 0 else token.to(tl.int64))).to(tl.int64)
         bad = (position < 0) | (position >= n_positions)
-        row = tl.where(bad, 0, position) * row_token
+        position = tl.where(bad, 0, position)
+        if CHUNK > 0:
+            position = _row_of_turn(position % CHUNK, place, CHUNK, CHUNK_SIZE)
+        row = position * row_token
         sin_row = row + R // 2
     else:
         row = batch * row_batch + place * row_token
@@ -198,16 +215,17 @@ def _plan(
     full: bool,
     eps: float | None,
     config: tuple[int, int] | None,
+    chunk: tuple[int, int] = (0, 0),
 ) -> Launch:
     """``sizes``: B, S, N, K, D. ``strides``: batch, token and head, of q, its output, k and its output. ``rows``: the
-    strides of cosines and sines and their number. ``eps``: None without a norm."""
+    strides of cosines and sines and their number. ``eps``: None without a norm. ``chunk``: n and c of dual chunks."""
     batch, seq_len, q_heads, k_heads, head_size = sizes
     n_tokens = batch * seq_len
     groups, warps = config or tile(n_tokens, q_heads, k_heads, head_size, eps is not None)
     constants = (
         q_heads, k_heads, groups, next_power_of_2(-(-q_heads // groups)), next_power_of_2(-(-k_heads // groups)),
         head_size, rotary, next_power_of_2(rotary // 2), next_power_of_2(head_size - rotary),
-        is_neox, from_table, full, eps is not None,
+        is_neox, from_table, full, eps is not None, *chunk,
     )  # fmt: skip
     return _rotary_kernel.prepare((n_tokens * groups, 1, 1), (*strides, *rows, seq_len, eps or 0.0), constants, warps)
 
@@ -335,6 +353,49 @@ def qk_norm_rope_triton(
     Mutates: nothing.
     """
     return launch(positions, query, key, head_size, table, is_neox, (q_weight, k_weight), eps)  # type: ignore[return-value]
+
+
+@opaque(fake=lambda positions, table, query, key, *_: _new_dual_chunk(query, key))
+def dual_chunk_rotary_embedding_triton(
+    positions: Tensor,
+    table: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    is_neox: bool,
+    position_limit: int,
+    chunk: int,
+    chunk_size: int,
+) -> list[Tensor]:
+    """The query turned by the five angles of dual chunk attention, the key by one; see ``DualChunkRotaryEmbedding``.
+
+    Shapes:  positions [T] of any integer dtype; table [chunk + chunk_size, R]; query [T, N, D], key [T, K, D], any
+             strides -> [query [T, 5, N, D]], or with the key's rotation [T, K, D] behind it, contiguous.
+    Errors:  none. A position outside 0 .. ``position_limit`` - 1 makes its token's outputs NaN.
+    Mutates: nothing.
+    """
+    out = _new_dual_chunk(query, key)
+    tokens, heads, head_size = query.shape
+    if tokens == 0:
+        return out
+    positions, table = positions.contiguous(), table if table.stride(1) == 1 else table.contiguous()
+    query = query if query.stride(2) == 1 else query.contiguous()
+    k, k_out = (query, out[0]) if key is None else (key if key.stride(2) == 1 else key.contiguous(), out[1])
+    strides = (
+        query.stride(0), 0, query.stride(1), 5 * heads * head_size, heads * head_size, head_size,
+        k.stride(0), 0, k.stride(1), k.shape[1] * head_size, 0, head_size,
+    )  # fmt: skip
+    _plan(
+        (tokens, 5, heads, 0 if key is None else k.shape[1], head_size), strides,
+        (query.dtype, table.dtype, positions.dtype, table.dtype), (0, table.stride(0), position_limit), table.shape[1],
+        is_neox, True, False, None, None, (chunk, chunk_size),
+    )(query, k, out[0], k_out, table, table, table, table, positions)  # fmt: skip
+    return out
+
+
+def _new_dual_chunk(query: Tensor, key: Tensor | None) -> list[Tensor]:
+    tokens, heads, head_size = query.shape
+    out = [query.new_empty((tokens, 5, heads, head_size))]
+    return out if key is None else [*out, key.new_empty(key.shape)]
 
 
 def _fake_like(x: Tensor) -> Tensor:

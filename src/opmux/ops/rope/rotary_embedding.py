@@ -75,9 +75,10 @@ class RotaryEmbedding(CustomOp):
         if init_cache:
             self.set_table(scaling.plain(rotary_dim, base))
 
-    def set_table(self, inverse_frequencies: Tensor, magnitude: float = 1.0) -> None:
-        """Build the table from frequencies [R/2] other than ``base`` gives, times ``magnitude``."""
-        positions = torch.arange(self.max_position_embeddings, dtype=torch.float32)
+    def set_table(self, inverse_frequencies: Tensor, magnitude: float = 1.0, rows: int | None = None) -> None:
+        """Build the table from frequencies [R/2] other than ``base`` gives, times ``magnitude``; for every position, or
+        ``rows`` of it."""
+        positions = torch.arange(self.max_position_embeddings if rows is None else rows, dtype=torch.float32)
         angles = torch.outer(positions, inverse_frequencies)
         self.cos_sin_cache = torch.cat((angles.cos(), angles.sin()), dim=-1) * magnitude
 
