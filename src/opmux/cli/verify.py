@@ -27,6 +27,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     """The options of ``opmux verify``."""
     parser.add_argument("op", nargs="*", type=str, help="Names of ops, such as rms_norm. Left out: all.")
     parser.add_argument(
+        "--plugin", metavar="NAME", help="The ops that this plugin (the name of its entry point) replaces or adds."
+    )
+    parser.add_argument(
         "--platform",
         metavar="NAME",
         help="Whose methods. Left out: this machine's. GPU methods run without a GPU in Triton's interpreter, on small "
@@ -41,11 +44,18 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace, output: Output) -> int:
     """Verify, print."""
+    from ..core.errors import UsageError
+    from ..core.plugins import registered_by
     from ..testing import Plan, verify
     from ..tools.compare import machine
 
+    ops = args.op or ()
+    if args.plugin is not None:
+        if ops:
+            raise UsageError("Give ops or --plugin, not both: --plugin NAME verifies every op of that plugin.")
+        ops = [getattr(cls, "name", cls.__name__) for cls in registered_by(args.plugin)]
     plan = Plan(
-        ops=args.op or (),
+        ops=ops,
         platform=arguments.platform_named(args.platform),
         dtypes=tuple(arguments.dtype_named(name) for name in args.dtype) if args.dtype else None,
         cases=args.cases,

@@ -107,7 +107,9 @@ def load_group(group: str, check: Callable[[Any], None] | None = None) -> Iterat
             _fail(point, error)
             continue
         took_s = time.perf_counter() - started
-        _record(point, "loaded", api=api, registered=tuple(dict.fromkeys(registered)), took_s=took_s)
+        # A plugin that imports from opmux.ops may be the first to do so; the catalogue is not its own.
+        own = tuple(cls for cls in dict.fromkeys(registered) if not cls.__module__.startswith("opmux."))
+        _record(point, "loaded", api=api, registered=own, took_s=took_s)
         yield point.name, result
 
 
@@ -129,6 +131,27 @@ def _import(point: EntryPoint) -> tuple[Callable[[], Any], int | None]:
                 f"interface. Install {what}, or the pair of versions that its maker names"
             )
     return point.load(), api
+
+
+def registered_by(name: str) -> list[type]:
+    """The classes that the plugin ``name`` registered in this process.
+
+    Raises:
+        PluginError: it is not installed, was not loaded, or registered nothing.
+    """
+    load_general_plugins()
+    known = {record.name: record for record in _records.values() if record.group == GENERAL_GROUP}
+    if name not in known:
+        raise PluginError(
+            f"There is no plugin {name!r} in the group {GENERAL_GROUP}. {did_you_mean(name, known)} The name is that of "
+            "the entry point, which is there once its package is installed."
+        )
+    record = known[name]
+    if record.status != "loaded":
+        raise PluginError(f"The plugin {name!r} ({record.value}) is {record.status}: {record.detail}")
+    if not record.registered:
+        raise PluginError(f"The plugin {name!r} ({record.value}) was loaded and registered no op.")
+    return list(record.registered)
 
 
 def require_loaded() -> None:
