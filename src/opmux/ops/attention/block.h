@@ -12,6 +12,7 @@
 #include <limits>
 
 #include "panel.h"
+#include "problem.h"
 #include "vec_math.h"
 
 namespace opmux {
@@ -20,53 +21,6 @@ constexpr int kMaxRows = kMaxVectors * kLanes;
 // Keys at a time: scores of 64 rows (24 KB) stay in the first- and second-level caches. Even, and a multiple of kTileRows.
 constexpr int kKeys = 96;
 constexpr float kLowest = -std::numeric_limits<float>::infinity();
-
-enum class MaskKind : int64_t { None, Bool, Float };
-enum class Seen { None, Some, All };  // what a mask shows of a block
-
-// One sequence: a row of the batch, or a segment of packed tokens.
-template <class T>
-struct Sequence {
-  const T* q;
-  const T* k;
-  const T* v;
-  T* out;
-  int64_t queries, keys;
-};
-
-template <class T>
-struct Attention {
-  const T* q;
-  const T* k;
-  const T* v;
-  T* out;  // [B, S, N, Dv] contiguous
-  int64_t batch, queries, keys, heads, key_heads, size, value_size;
-  int64_t q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head;  // strides, elements
-  float scale, cap;    // cap: 0 for none
-  int64_t causal, window;  // window: keys that a query sees, itself included; 0 for all
-  const int64_t* lengths;  // keys of each sequence, or null
-  MaskKind mask_kind;
-  const void* mask;  // bool, or T to add
-  int64_t mask_batch, mask_head, mask_query, mask_key;
-
-  // Packed: sequence b is segment b % segments of row b / segments, its tokens [bounds[segment], bounds[segment + 1]).
-  const int64_t* bounds = nullptr;
-  int64_t segments = 1;
-
-  // The keys are a grid: what the query's product with row `distance + grid - 1` of a contiguous [2 grid - 1, D] table gives
-  // is added to the scaled score, once for the rows of the grid and once for its columns. grid_columns 0: no such bias.
-  const T *row_table = nullptr, *column_table = nullptr;
-  int64_t grid_rows = 0, grid_columns = 0;
-
-  int64_t group() const { return heads / key_heads; }
-  Sequence<T> sequence(int64_t b) const {
-    const int64_t row = b / segments, begin = bounds ? bounds[b % segments] : 0;
-    const int64_t in_row = bounds ? bounds[b % segments + 1] - begin : queries;
-    const int64_t seen = bounds ? in_row : lengths ? std::clamp<int64_t>(lengths[b], 0, keys) : keys;
-    return {q + row * q_batch + begin * q_token, k + row * k_batch + begin * k_token, v + row * v_batch + begin * v_token,
-            out + (row * queries + begin) * heads * value_size, in_row, seen};
-  }
-};
 
 // How a storage type is multiplied: in pairs of bf16 where the processor can, otherwise as fp32.
 template <class T> struct StepsOf { using type = SingleSteps; };
@@ -156,12 +110,23 @@ class Block {
   // Takes in the keys [begin, end).
   void run(const Attention<T>& a, int64_t begin, int64_t end) {
     with_vectors([&](auto mv) {
-      for (int64_t key = begin; key < end; key += kKeys) take<decltype(mv)::value>(a, key, std::min<int64_t>(kKeys, end - key));
+      for (int64_t key = begin, n; key < end; key += n) {
+        n = std::min<int64_t>(kKeys, end - key);
+        if (a.table) n = std::min(n, a.page - key % a.page);
+        take<decltype(mv)::value>(a, key, n);
+      }
     });
   }
 
   // Writes the rows; a row that saw no key is zero.
   void close(const Attention<T>& a) {
+    if (a.lse) {
+      const float scale = plain(a) ? a.scale : 1.0f;
+      for (int64_t m = 0; m < rows_; ++m) {
+        const float top = top_[m / kLanes][m % kLanes], total = total_[m / kLanes][m % kLanes];
+        a.lse[number(a, m)] = total == 0.0f ? kLowest : top * scale + std::log(total);
+      }
+    }
     with_vectors([&](auto mv) {
       constexpr int MV = decltype(mv)::value;
       vf inverse[MV];
@@ -225,9 +190,21 @@ class Block {
     return sequence_.q + r / group * a.q_token + (head_ * group + r % group) * a.q_head;
   }
 
+  // The number of a row among those of the result, [B, S, N].
+  int64_t number(const Attention<T>& a, int64_t m) const {
+    const int64_t r = first_ + m, group = a.group();
+    return (b_ * a.queries + r / group) * a.heads + head_ * group + r % group;
+  }
+
   T* result(const Attention<T>& a, int64_t m) const {
     const int64_t r = first_ + m, group = a.group();
     return sequence_.out + (r / group * a.heads + head_ * group + r % group) * a.value_size;
+  }
+
+  // The key `key` in k, v or tail: so many tokens from the sequence's first, or in its page, counted from the first of all.
+  const T* place(const Attention<T>& a, const T* first, const T* pages, int64_t key, int64_t batch_stride, int64_t token_stride) const {
+    if (!a.table) return first + key * token_stride;
+    return pages + a.table[b_ * a.table_stride + key / a.page] * batch_stride + key % a.page * token_stride;
   }
 
   template <class Body>
@@ -244,30 +221,58 @@ class Block {
     }
   }
 
-  // The keys from `key` on as right matrix of the scores: in place if steps can be read there.
-  Right keys(const Attention<T>& a, int64_t key, int64_t n) {
-    return rows(a, sequence_.k + head_ * a.k_head + key * a.k_token, a.k_token, n);
+  // Keys as right matrix of the scores; in place they may be in two parts.
+  struct Keys {
+    Right head, tail;
+    int64_t head_steps, tail_steps;
+  };
+
+  // The keys from `key` on, in place if steps can be read there.
+  Keys keys(const Attention<T>& a, int64_t key, int64_t n) {
+    const T* k = place(a, sequence_.k, a.k, key, a.k_batch, a.k_token) + head_ * a.k_head;
+    if (a.tail_size == 0) return {rows(a, k, a.k_token, n), {}, steps(a.size), 0};
+    const T* tail = place(a, a.tail + b_ * a.tail_batch, a.tail, key, a.tail_batch, a.tail_token) + head_ * a.tail_head;
+    const int64_t front = a.size - a.tail_size;
+    if (kInPlace && front % Steps::kPerStep == 0 && a.tail_size % Steps::kPerStep == 0) {
+      return {in_place(k, a.k_token), in_place(tail, a.tail_token), steps(front), steps(a.tail_size)};
+    }
+    const int64_t width = steps(a.size) * Steps::kPerStep;
+    copy(k, a.k_token, n, front, 0, width);
+    copy(tail, a.tail_token, n, a.tail_size, front, width);
+    return {copied(width), {}, steps(a.size), 0};
   }
 
   // n rows of a head's size as right matrix whose steps go along the row.
   Right rows(const Attention<T>& a, const T* base, int64_t stride, int64_t n) {
-    constexpr bool kInPlace = kPaired || std::is_same_v<T, float>;
-    if (kInPlace && a.size % Steps::kPerStep == 0) {
-      return {reinterpret_cast<const char*>(base), static_cast<int64_t>(stride * sizeof(T)), 4};
-    }
+    if (kInPlace && a.size % Steps::kPerStep == 0) return in_place(base, stride);
+    const int64_t width = steps(a.size) * Steps::kPerStep;
+    copy(base, stride, n, a.size, 0, width);
+    return copied(width);
+  }
+
+  static constexpr bool kInPlace = kPaired || std::is_same_v<T, float>;
+  static int64_t steps(int64_t size) { return (size + Steps::kPerStep - 1) / Steps::kPerStep; }
+  static Right in_place(const T* base, int64_t stride) {
+    return {reinterpret_cast<const char*>(base), static_cast<int64_t>(stride * sizeof(T)), 4};
+  }
+
+  Right copied(int64_t width) const {
+    return {reinterpret_cast<const char*>(keys_), static_cast<int64_t>(width * sizeof(typename Steps::Element)), 4};
+  }
+
+  // n rows of `size` elements into columns `from` on of a matrix of `width` columns; what is left of a last step is zero.
+  void copy(const T* base, int64_t stride, int64_t n, int64_t size, int64_t from, int64_t width) {
     using Element = typename Steps::Element;
-    const int64_t width = (a.size + Steps::kPerStep - 1) / Steps::kPerStep * Steps::kPerStep;
     Element* to = reinterpret_cast<Element*>(keys_);
     for (int64_t j = 0; j < n; ++j) {
-      to[j * width + width - 1] = Element{};
-      for_lanes(a.size, [&](int64_t i, auto lanes) { store(to + j * width + i, load(base + j * stride + i, lanes), lanes); });
+      if (from + size < width) to[j * width + width - 1] = Element{};
+      for_lanes(size, [&](int64_t i, auto lanes) { store(to + j * width + from + i, load(base + j * stride + i, lanes), lanes); });
     }
-    return {reinterpret_cast<const char*>(to), static_cast<int64_t>(width * sizeof(Element)), 4};
   }
 
   // The values from `key` on as right matrix of the weighted sum: its rows are the columns of V.
   Right values(const Attention<T>& a, int64_t key, int64_t n) {
-    const T* v = sequence_.v + head_ * a.v_head + key * a.v_token;
+    const T* v = place(a, sequence_.v, a.v, key, a.v_batch, a.v_token) + head_ * a.v_head;
     if constexpr (kPaired) {
       for (int64_t j = 0; j < n; j += 2) {
         interleave(v + j * a.v_token, j + 1 < n ? v + (j + 1) * a.v_token : nullptr, a.value_size, values_ + j / 2 * a.value_size);
@@ -286,14 +291,13 @@ class Block {
   // bias[i][row] = the row's query times entry (place of the query - i + n - 1) of a table with 2 n - 1 entries.
   template <int MV, class Place>
   void lean(const Attention<T>& a, const T* table, int64_t n, float* bias, const Place& place) {
-    const int64_t steps = (a.size + Steps::kPerStep - 1) / Steps::kPerStep;
     for (int64_t first = 0; first < 2 * n - 1; first += kKeys) {
       const int64_t count = std::min<int64_t>(kKeys, 2 * n - 1 - first);
       const Right right = rows(a, table + first * a.size, a.size, count);
       for_tiles(count, [&](auto nr, int64_t r) {
         constexpr int NR = decltype(nr)::value;
         vf acc[NR][MV] = {};
-        multiply_tile<Steps>(panel_, Right{right.base + r * right.row_stride, right.row_stride, 4}, steps, acc);
+        multiply_tile<Steps>(panel_, Right{right.base + r * right.row_stride, right.row_stride, 4}, steps(a.size), acc);
         for (int i = 0; i < NR; ++i) {
           for (int v = 0; v < MV; ++v) store(scores_ + ((r + i) * MV + v) * kLanes, acc[i][v]);
         }
@@ -316,12 +320,15 @@ class Block {
     const int64_t limit = a.causal ? positions_[0] : sequence_.keys;
     const int64_t lost = a.window > 0 ? positions_[rows_ - 1] - a.window : -1;
     const bool untouched = plain(a) && key + n - 1 <= limit && key > lost;
-    const Right right = keys(a, key, n);
-    const int64_t steps = (a.size + Steps::kPerStep - 1) / Steps::kPerStep;
+    const Keys right = keys(a, key, n);
+    const auto from = [](Right part, int64_t r) { return Right{part.base + r * part.row_stride, part.row_stride, 4}; };
     for_tiles(n, [&](auto nr, int64_t r) {
       constexpr int NR = decltype(nr)::value;
       vf acc[NR][MV] = {};
-      multiply_tile<Steps>(panel_, Right{right.base + r * right.row_stride, right.row_stride, 4}, steps, acc);
+      multiply_tile<Steps>(panel_, from(right.head, r), right.head_steps, acc);
+      if (right.tail_steps) {
+        multiply_tile<Steps>(panel_ + right.head_steps * MV * kLanes, from(right.tail, r), right.tail_steps, acc);
+      }
 #pragma GCC unroll 6
       for (int i = 0; i < NR; ++i) {
 #pragma GCC unroll 4
